@@ -1,0 +1,80 @@
+"""What the loop needs of a drafter, and how one is named.
+
+A drafter keeps no speculative state: it sees committed tokens only, so nothing ever has to be
+rolled back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from outrider.request import Sequence
+from outrider.tree import IntArray, TokenTree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a drafter wants from the target's forwards beside the accepted tokens."""
+
+    hidden_layers: tuple[int, ...] = ()
+    probe_logits: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """The most a drafter may propose for one sequence in one step."""
+
+    num_nodes: int
+    depth: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feedback:
+    """What the target computed and kept of one sequence in one step.
+
+    ``tokens`` int64 ``[n]`` at the positions ``start, start + 1, ...``: the tokens whose states
+    are final. ``hidden`` ``[n, H]``: their states at ``Needs.hidden_layers``. ``probe_logits``
+    ``[num probes, V]``. ``tree`` is what had been proposed, ``num_accepted`` how much of it held.
+    """
+
+    start: int
+    tokens: IntArray
+    tree: TokenTree
+    num_accepted: int
+    hidden: torch.Tensor | None = None
+    probe_logits: torch.Tensor | None = None
+
+
+class Drafter(Protocol):
+    """Guesses what comes next. One drafter serves many sequences."""
+
+    name: str
+    """The specification it was made from, as shown in tables ("ngram:k=8")."""
+
+    num_draft: int
+    """Draft nodes a step when the request does not say."""
+
+    needs: Needs
+
+    def propose(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[TokenTree | None]:
+        """One tree per sequence; the empty tree if there is nothing to guess.
+
+        None says that drafting failed for this sequence (numbers that are not numbers, say): the
+        step goes on without drafts and is counted. Where ``seq.verifier.needs_laws`` is set, a
+        drafter that draws by chance must use ``Role.DRAFT`` noise and give the laws it drew from;
+        one that chooses without chance gives fixed candidates. A tree that exceeds its budget is
+        cut by the loop.
+        """
+        ...
+
+    def observe(self, seqs: Seq[Sequence], feedback: Seq[Feedback]) -> None:
+        """Learn what the target computed. Called once a step for the sequences that ran."""
+        ...
+
+    def forget(self, seq_id: str) -> None:
+        """A sequence ended (or was preempted): drop what is kept for it."""
+        ...
