@@ -118,8 +118,9 @@ def build(
         positions.append(place[query])
         write.append(scratch[query])
         rows.append(
-            _row(work, kv.slots(work.seq_id), scratch, place, query, num_tokens, windows)
-            .finish(dtype, device)
+            _row(work, kv.slots(work.seq_id), scratch, place, query, num_tokens, windows).finish(
+                dtype, device
+            )
         )
         if work.logits:
             first = max(num_chain - 1, 0)
@@ -228,9 +229,7 @@ def _row(
     )
 
 
-def _visible(
-    work: Work, length: int, num_chain: int, total: int, query: IntArray
-) -> BoolArray:
+def _visible(work: Work, length: int, num_chain: int, total: int, query: IntArray) -> BoolArray:
     """bool ``[Q, length + total]``: [[1, causal, 0], [1, 1, ancestors]]."""
     new = np.zeros((total, total), np.bool_)
     new[:num_chain, :num_chain] = np.tri(num_chain, dtype=np.bool_)

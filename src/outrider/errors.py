@@ -1,7 +1,7 @@
 """Everything Outrider raises on purpose.
 
 Error
- ├─ UserError            something the user can mend; the command line prints it as one line, exit code 2
+ ├─ UserError            something the user can mend: one line on the command line, exit code 2
  │   ├─ ConfigError      an option, parameter or combination that cannot be honoured
  │   ├─ ModelNotFound    no such model, folder or file
  │   ├─ BadFile          a download or file that is truncated, corrupted or of the wrong kind

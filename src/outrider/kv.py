@@ -257,16 +257,19 @@ class KVCache:
         if len(self._evictable()) < num_slots:
             return False
         freed = 0
-        progress = True
-        while freed < num_slots and progress:
-            progress = False
+        # A sequence that wrote an indexed block a second time may hold the blocks after it while
+        # nobody holds that block: then leaves in use go too, to reach it.
+        used_too = False
+        while freed < num_slots:
+            before = len(self._blocks)
             for block in list(self._blocks.values()):
                 if freed >= num_slots:
                     break
-                if block.num_children == 0 and bool((self._refs[block.slots] == 1).any()):
+                unused = bool((self._refs[block.slots] == 1).any())
+                if block.num_children == 0 and (unused or used_too):
                     freed += self._drop(block)
-                    progress = True
-        return freed >= num_slots
+            used_too = len(self._blocks) == before
+        return True
 
     def _drop(self, block: _Block) -> int:
         del self._blocks[block.key]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from outrider.detokenize import Detokenizer
     from outrider.drafters.base import Drafter
     from outrider.metrics import Stats
+    from outrider.sampling import Noise
     from outrider.verify import Verifier
 
 SEED_LIMIT = 2**63
@@ -66,9 +67,7 @@ class SamplingParams:
         _integer("top_k", self.top_k, 0, "0 (off) or more")
         _number("top_p", self.top_p, 0.0, 1.0, "above 0, at most 1", above=True)
         _number("min_p", self.min_p, 0.0, 1.0, "from 0 (off) to 1")
-        _number(
-            "repetition_penalty", self.repetition_penalty, 0.0, math.inf, "above 0", above=True
-        )
+        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "above 0", above=True)
         for name in ("presence_penalty", "frequency_penalty"):
             _number(name, getattr(self, name), -math.inf, math.inf, "a finite number")
         _integer("min_tokens", self.min_tokens, 0, "0 or more")
@@ -168,7 +167,7 @@ class Sequence:
     id: str
     request: Request
     index: int
-    seed: int
+    noise: Noise
     drafter: Drafter
     verifier: Verifier
     num_draft: int

@@ -12,11 +12,13 @@ from enum import IntEnum
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from outrider.request import SamplingParams, Sequence
 from outrider.tree import ROOT, TokenTree
+
+MIN_TEMPERATURE = 1e-30
+"""Lower ones above 0 mean this one: float32 cannot divide by them, and the law is the same."""
 
 
 def law(
@@ -41,7 +43,9 @@ def law(
     )
     if params.temperature == 0.0:
         return torch.zeros_like(scores).index_fill_(0, scores.argmax().reshape(1), 1.0)
-    return truncate(torch.softmax(scores / params.temperature, dim=-1), params)
+    # The largest score becomes 0 first: divided by a tiny temperature it would overflow.
+    scores = (scores - scores.max()) / max(params.temperature, MIN_TEMPERATURE)
+    return truncate(torch.softmax(scores, dim=-1), params)
 
 
 def adjust(
@@ -228,11 +232,12 @@ class Noise:
         if key not in self._race:
             while len(self._race) >= 32:
                 self._race.pop(next(iter(self._race)))
-            noise: npt.NDArray[np.float32] = self._generator(
-                role, position, base
-            ).standard_exponential(num, dtype=np.float32)
+            # Drawn in float64: numpy's float32 draws have 23 random bits, so one in 8 million is 0,
+            # which lets any token win, however unlikely. In a large vocabulary that is a token in
+            # fifty.
+            noise = self._generator(role, position, base).standard_exponential(num)
             np.maximum(noise, np.finfo(np.float32).tiny, out=noise)
-            self._race[key] = torch.from_numpy(noise)
+            self._race[key] = torch.from_numpy(noise.astype(np.float32))
         return self._race[key]
 
     def race(

@@ -26,7 +26,7 @@ FIXED = -1
 """In :attr:`TokenTree.law`: the token was chosen, not drawn, so its law is a point mass."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TokenTree:
     """Draft tokens below the last token of a sequence (:data:`ROOT`).
 
@@ -143,6 +143,11 @@ class TokenTree:
         """Whether ``node`` is only computed, never accepted."""
         return self.probe is not None and bool(self.probe[node])
 
+    def is_sound(self, vocab_size: int) -> bool:
+        """Whether all tokens are in the vocabulary and all laws are numbers."""
+        known = bool(((self.tokens >= 0) & (self.tokens < vocab_size)).all())
+        return known and (self.laws is None or bool(torch.isfinite(self.laws).all()))
+
     def select(self, nodes: Sequence[int] | IntArray) -> Self:
         """The tree of the given nodes only; every kept node's parent must be kept too.
 
@@ -187,17 +192,19 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
     """All proposals under one root (SpecInfer's merge).
 
     Fixed candidates that agree share a node. Drawn tokens are never merged or dropped, whatever
-    their values: each draw keeps its node and its law.
+    their values: each draw keeps its node and its law. Probe nodes stay probe nodes of their own.
     """
     trees = [tree for tree in trees if len(tree)]
     if len(trees) <= 1:
         return trees[0] if trees else TokenTree.empty()
-    if any(tree.replacement != trees[0].replacement for tree in trees):
+    drawn = [tree for tree in trees if tree.law is not None]
+    if any(tree.replacement != drawn[0].replacement for tree in drawn):
         raise ValueError("cannot merge trees drawn with and without replacement")
     tokens: list[int] = []
     parents: list[int] = []
     law: list[int] = []
     scores: list[float] = []
+    probe: list[bool] = []
     index: dict[tuple[int, int], int] = {}
     num_laws = 0
     for tree in trees:
@@ -206,7 +213,8 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
             key = (place[int(tree.parents[node])], int(tree.tokens[node]))
             fixed = tree.law_of(node) == FIXED
             score = 0.0 if tree.scores is None else float(tree.scores[node])
-            if fixed and key in index:
+            shared = fixed and not tree.is_probe(node)
+            if shared and key in index:
                 place[node] = index[key]
                 scores[index[key]] = max(scores[index[key]], score)
                 continue
@@ -215,7 +223,8 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
             parents.append(key[0])
             law.append(FIXED if fixed else tree.law_of(node) + num_laws)
             scores.append(score)
-            if fixed:
+            probe.append(tree.is_probe(node))
+            if shared:
                 index[key] = place[node]
         num_laws += 0 if tree.laws is None else len(tree.laws)
     laws = [tree.laws for tree in trees if tree.laws is not None]
@@ -224,8 +233,9 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
         parents=np.asarray(parents, np.int64),
         law=np.asarray(law, np.int64) if laws else None,
         laws=torch.cat(laws) if laws else None,
-        replacement=trees[0].replacement,
+        replacement=bool(drawn) and drawn[0].replacement,
         scores=None if any(t.scores is None for t in trees) else np.asarray(scores, np.float64),
+        probe=np.asarray(probe, np.bool_) if any(probe) else None,
     )
 
 

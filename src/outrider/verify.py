@@ -92,13 +92,14 @@ class _DraftLaws:
         self._current: dict[int, torch.Tensor] = {}
 
     def ratio(self, child: int, p: torch.Tensor) -> float:
-        """p(x) / q(x) of the child's token."""
+        """p(x) / q(x) of the child's token; 0 for a token that its law could not give, as when the
+        law ran out of tokens: it is rejected and p stays."""
         token = int(self._tree.tokens[child])
         row = self._tree.law_of(child)
         if row == FIXED:
             return float(p[token])
         q = float(self._law(row)[token])
-        return float(p[token]) / q if q > 0.0 else float("inf")
+        return float(p[token]) / q if q > 0.0 else 0.0
 
     def excess(self, child: int, p: torch.Tensor) -> torch.Tensor:
         """(p - q)+, a new tensor. For a fixed candidate q is the point mass on its token."""
@@ -217,9 +218,7 @@ class Block(Traversal):
         return super().verify(tree, laws, chance, base)
 
 
-VERIFIERS: dict[str, type[Verifier]] = {
-    v.name: v for v in (Coupled, Rejection, Block, Traversal)
-}
+VERIFIERS: dict[str, type[Verifier]] = {v.name: v for v in (Coupled, Rejection, Block, Traversal)}
 
 
 def make_verifier(name: str) -> Verifier:

@@ -6,12 +6,14 @@ rolled back.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from outrider.models.base import Model
 from outrider.request import Sequence
 from outrider.tree import IntArray, TokenTree
 
@@ -24,7 +26,7 @@ class Needs:
     probe_logits: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Budget:
     """The most a drafter may propose for one sequence in one step."""
 
@@ -58,6 +60,9 @@ class Drafter(Protocol):
     num_draft: int
     """Draft nodes a step when the request does not say."""
 
+    is_chain: bool
+    """Whether every proposal is a chain."""
+
     needs: Needs
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[TokenTree | None]:
@@ -78,3 +83,17 @@ class Drafter(Protocol):
     def forget(self, seq_id: str) -> None:
         """A sequence ended (or was preempted): drop what is kept for it."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterContext:
+    """What a drafter may need while it is made.
+
+    ``load_draft`` loads a model by name or path; it raises ConfigError unless the model's
+    vocabulary is the target's. ``stream``: number of this drafter among several that serve one
+    tree, so that what they draw by chance is independent.
+    """
+
+    vocab_size: int
+    load_draft: Callable[[str], Model]
+    stream: int = 0

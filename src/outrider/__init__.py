@@ -1,0 +1,3 @@
+"""Outrider: one exact decode loop for language models."""
+
+__version__ = "0.1.0"

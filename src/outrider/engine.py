@@ -1,0 +1,273 @@
+"""The loop. One step: plan, draft, one forward of the target, verify, commit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+import torch
+
+from outrider import admission
+from outrider.batch import ForwardBatch, Work, build
+from outrider.config import EngineConfig
+from outrider.detokenize import Tokenizer
+from outrider.drafters.base import Drafter, Feedback
+from outrider.emit import emit
+from outrider.errors import ConfigError
+from outrider.models.base import Forward, Model
+from outrider.request import Event, FinishReason, Request, Sequence, TokenLogprob
+from outrider.sampling import NodeLaws
+from outrider.scheduler import Scheduler, Slot
+from outrider.tree import ROOT, IntArray, TokenTree
+from outrider.verify import Verdict, make_verifier
+
+
+class Engine:
+    """Decodes many sequences at once with one target model.
+
+    ``drafters`` makes the drafter of a specification; each is made once and shared by all
+    sequences that name it. ``end_tokens`` end a sequence unless it ignores them.
+    """
+
+    def __init__(
+        self,
+        target: Model,
+        drafters: Callable[[str], Drafter],
+        *,
+        tokenizer: Tokenizer | None = None,
+        end_tokens: Iterable[int] = (),
+        drafter: str = "none",
+        verifier: str = "coupled",
+        config: EngineConfig | None = None,
+    ) -> None:
+        self.target = target
+        self.config = config or EngineConfig()
+        self.tokenizer = tokenizer
+        self.end_tokens = frozenset(end_tokens)
+        self._defaults = (drafter, verifier)
+        self._make_drafter = drafters
+        self._drafters: dict[str, Drafter] = {}
+        self._scheduler = Scheduler(target.kv, self.config, self._on_preempt)
+        self._sequences: dict[str, Sequence] = {}
+
+    def drafter(self, spec: str) -> Drafter:
+        """The drafter of a specification, made on first use. Raises ConfigError."""
+        if spec not in self._drafters:
+            self._drafters[spec] = self._make_drafter(spec)
+        return self._drafters[spec]
+
+    def add(self, request: Request) -> list[Sequence]:
+        """Queue a request: one sequence for each of its ``n``. Raises ConfigError, before anything
+        is computed, if any part of it cannot be honoured."""
+        if f"{request.id}/0" in self._sequences:
+            raise ConfigError(f"request {request.id!r} is running already; give it another id")
+        admission.check(request, self.target, self.tokenizer, self.config)
+        drafter = self.drafter(request.drafter or self._defaults[0])
+        verifier = make_verifier(request.verifier or self._defaults[1])
+        admission.check_pair(drafter, verifier)
+        made = admission.sequences(
+            request,
+            target=self.target,
+            drafter=drafter,
+            verifier=verifier,
+            tokenizer=self.tokenizer,
+            end_tokens=self.end_tokens,
+            config=self.config,
+        )
+        for seq in made:
+            self._sequences[seq.id] = seq
+            self._scheduler.add(seq)
+        return made
+
+    def cancel(self, request_id: str) -> list[Event]:
+        """End all sequences of a request now and free what they hold."""
+        events: list[Event] = []
+        for seq in [s for s in self._sequences.values() if s.request.id == request_id]:
+            seq.finish = FinishReason.CANCELLED
+            seq.detokenizer.finish()
+            events.append(self._event(seq, len(seq.tokens), []))
+            self._release(seq)
+        return events
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence has not ended."""
+        return bool(self._sequences)
+
+    def run(self) -> Iterator[Event]:
+        """Step until every sequence has ended."""
+        while self.has_work:
+            yield from self.step()
+
+    def step(self) -> list[Event]:
+        """One forward of the target, and all that it decides."""
+        clock = [time.perf_counter()]
+        slots = self._scheduler.plan()
+        trees = self._draft(slots)
+        clock.append(time.perf_counter())
+        batch = self._batch(slots, trees)
+        layers = sorted({i for slot in slots for i in slot.seq.drafter.needs.hidden_layers})
+        forward = self.target.forward(batch, hidden_layers=layers)
+        clock.append(time.perf_counter())
+        verdicts = self._verify(slots, trees, batch, forward)
+        clock.append(time.perf_counter())
+        events = self._commit(slots, trees, batch, forward, verdicts, layers)
+        clock.append(time.perf_counter())
+        for slot in slots:
+            slot.seq.stats.record_times(clock)
+        return events
+
+    def _draft(self, slots: list[Slot]) -> list[TokenTree]:
+        """One propose() per distinct drafter. A draft that failed or that is no sound tree is a
+        fault: the step goes on without it."""
+        trees = [TokenTree.empty() for _ in slots]
+        wanted = [i for i, slot in enumerate(slots) if slot.budget.num_nodes]
+        for drafter in {id(slots[i].seq.drafter): slots[i].seq.drafter for i in wanted}.values():
+            mine = [i for i in wanted if slots[i].seq.drafter is drafter]
+            budgets = [slots[i].budget for i in mine]
+            proposed = drafter.propose([slots[i].seq for i in mine], budgets)
+            for i, tree, budget in zip(mine, proposed, budgets, strict=True):
+                if tree is None or not tree.is_sound(self.target.vocab_size):
+                    slots[i].seq.stats.faults += 1
+                else:
+                    trees[i] = tree.truncate(budget.num_nodes, budget.depth)
+        return trees
+
+    def _batch(self, slots: list[Slot], trees: list[TokenTree]) -> ForwardBatch:
+        target = self.target
+        works = [
+            Work(
+                seq_id=slot.seq.id,
+                chain=slot.seq.tokens[target.kv.length(slot.seq.id) : slot.stop],
+                tree=tree,
+                logits=slot.complete,
+            )
+            for slot, tree in zip(slots, trees, strict=True)
+        ]
+        return build(
+            works, target.kv, windows=target.windows, dtype=target.dtype, device=target.device
+        )
+
+    def _verify(
+        self, slots: list[Slot], trees: list[TokenTree], batch: ForwardBatch, forward: Forward
+    ) -> list[Verdict | None]:
+        """What each complete sequence keeps. None where nothing can be decided: the prompt is not
+        complete, or the logits are not numbers."""
+        verdicts: list[Verdict | None] = []
+        for slot, tree, rows in zip(slots, trees, batch.logit_rows, strict=True):
+            logits = forward.logits[rows].cpu()
+            if not slot.complete or not bool(torch.isfinite(logits.amax(-1)).all()):
+                verdicts.append(None)
+                continue
+            seq = slot.seq
+            laws = NodeLaws(logits, seq, tree)
+            verdicts.append(seq.verifier.verify(tree, laws, seq.noise, len(seq.tokens)))
+        return verdicts
+
+    def _commit(
+        self,
+        slots: list[Slot],
+        trees: list[TokenTree],
+        batch: ForwardBatch,
+        forward: Forward,
+        verdicts: list[Verdict | None],
+        layers: list[int],
+    ) -> list[Event]:
+        """Tokens, KV, counters, what drafters learn, events: for a list of tokens, always."""
+        events: list[Event] = []
+        lessons: list[tuple[Sequence, Feedback]] = []
+        for i, (slot, tree, verdict) in enumerate(zip(slots, trees, verdicts, strict=True)):
+            seq = slot.seq
+            if slot.complete and verdict is None:
+                events += self._fault(seq, tree)
+                continue
+            start, old = self.target.kv.length(seq.id), len(seq.tokens)
+            chain = seq.tokens[start : slot.stop]
+            path: tuple[int, ...] = ()
+            logprobs: list[TokenLogprob] = []
+            if verdict is not None:
+                logits = forward.logits[batch.logit_rows[i]]
+                drafted = [int(tree.tokens[node]) for node in verdict.path]
+                logprobs = emit(seq, [*drafted, verdict.token], logits, rows=[ROOT, *verdict.path])
+                path = verdict.path[: len(seq.tokens) - old]
+            seq.stats.record_step(tree, verdict, emitted=len(seq.tokens) - old)
+            keep = np.array([*range(len(chain)), *(len(chain) + node for node in path)], np.int64)
+            kept = [*chain, *(int(tree.tokens[node]) for node in path)]
+            self.target.kv.commit(seq.id, keep, kept)
+            computed = batch.rows[i].start + keep
+            lessons.append(
+                (seq, _feedback(seq, start, kept, tree, path, forward, computed, layers))
+            )
+            if verdict is not None:
+                events.append(self._event(seq, old, logprobs))
+        for drafter in {id(seq.drafter): seq.drafter for seq, _ in lessons}.values():
+            mine = [lesson for lesson in lessons if lesson[0].drafter is drafter]
+            drafter.observe([seq for seq, _ in mine], [feedback for _, feedback in mine])
+        for slot in slots:
+            if slot.seq.finish is not None:
+                self._release(slot.seq)
+        return events
+
+    def _fault(self, seq: Sequence, tree: TokenTree) -> list[Event]:
+        """The target's logits are not numbers. With drafts in the step these may be the reason:
+        compute it again without, and draft no more for this sequence. Otherwise it fails, alone."""
+        kv = self.target.kv
+        seq.stats.faults += 1
+        self.target.scrub(kv.scratch(seq.id).tolist())
+        if len(tree):
+            seq.num_draft = 0
+            kv.commit(seq.id, np.empty(0, np.int64), ())
+            return []
+        kv.clear()  # an earlier chunk of this prompt may have left such values in the index
+        self.target.scrub(kv.slots(seq.id).tolist())
+        seq.finish = FinishReason.ERROR
+        return [self._event(seq, len(seq.tokens), [], "the model's logits are not finite numbers")]
+
+    def _event(
+        self, seq: Sequence, old: int, logprobs: list[TokenLogprob], error: str | None = None
+    ) -> Event:
+        return Event(
+            seq_id=seq.id,
+            request_id=seq.request.id,
+            index=seq.index,
+            tokens=tuple(seq.tokens[old:]),
+            text=seq.detokenizer.take(final=seq.finish is not None),
+            logprobs=tuple(logprobs),
+            finish=seq.finish,
+            error=error,
+        )
+
+    def _release(self, seq: Sequence) -> None:
+        self._scheduler.remove(seq)
+        seq.drafter.forget(seq.id)
+        del self._sequences[seq.id]
+
+    def _on_preempt(self, seq: Sequence) -> None:
+        seq.stats.preemptions += 1
+        seq.drafter.forget(seq.id)
+
+
+def _feedback(
+    seq: Sequence,
+    start: int,
+    kept: list[int],
+    tree: TokenTree,
+    path: tuple[int, ...],
+    forward: Forward,
+    computed: IntArray,
+    layers: list[int],
+) -> Feedback:
+    """What the drafter of ``seq`` may learn; ``computed`` are the batch's rows that were kept."""
+    hidden = None
+    needs = seq.drafter.needs
+    if needs.hidden_layers and forward.hidden is not None:
+        states = forward.hidden[torch.from_numpy(computed)].unflatten(-1, (len(layers), -1))
+        hidden = states[:, [layers.index(layer) for layer in needs.hidden_layers]].flatten(1)
+    return Feedback(
+        start=start,
+        tokens=np.asarray(kept, np.int64),
+        tree=tree,
+        num_accepted=len(path),
+        hidden=hidden,
+    )
