@@ -10,6 +10,7 @@ import torch
 from hypothesis import settings
 
 from outrider.request import Request, SamplingParams, Sequence
+from outrider.sampling import Noise
 
 # The same examples on every run; a failure prints the example and how to replay it.
 settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
@@ -37,7 +38,7 @@ def make_sequence() -> Callable[..., Sequence]:
             id=seq_id,
             request=request,
             index=0,
-            seed=seed,
+            noise=Noise(seed),
             drafter=missing,
             verifier=missing,
             num_draft=0,

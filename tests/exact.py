@@ -17,6 +17,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from outrider.sampling import Noise, Role
 from outrider.tree import FIXED, ROOT, TokenTree
 from outrider.verify import Verdict, Verifier
 
@@ -217,6 +218,7 @@ def output_law(
     law: dict[Prefix, float] = defaultdict(float)
     accepted = 0.0
     for tree, weight in outcomes(propose):
+
         def run(oracle: Oracle, tree: TokenTree = tree) -> Verdict:
             return verify(verifier, tree, target, oracle, greedy=greedy)
 
@@ -230,6 +232,25 @@ def output_law(
 def distance(law: dict[Prefix, float], other: dict[Prefix, float]) -> float:
     """Largest difference of two laws at any one outcome."""
     return max(abs(law.get(key, 0.0) - other.get(key, 0.0)) for key in {*law, *other})
+
+
+def decode_blocks(verifier: Verifier, target: Table, draft: Table, noise: Noise) -> tuple[int, ...]:
+    """Three tokens by chains of two drafts, block after block, under real noise. The tables hold
+    laws of the next token given the last one."""
+    tokens: tuple[int, ...] = ()
+    while len(tokens) < 3:
+        base = len(tokens)
+        drafted: tuple[int, ...] = ()
+        laws = []
+        for _ in range(2):
+            laws.append(draft[(tokens + drafted)[-1:]])
+            position = base + len(drafted)
+            drafted += (int(noise.race(laws[-1], position, Role.DRAFT, base).argmax()),)
+        tree = TokenTree.chain(drafted, torch.stack(laws))
+        table = {drafted[:n]: target[(tokens + drafted[:n])[-1:]] for n in range(len(drafted) + 1)}
+        verdict = verifier.verify(tree, TableLaws(table, tree), noise, base)
+        tokens += (*(drafted[node] for node in verdict.path), verdict.token)
+    return tokens[:3]
 
 
 def _extend(law: dict[Prefix, float], target: Table, length: int) -> dict[Prefix, float]:

@@ -97,8 +97,8 @@ def tiny_decoder(hf: PreTrainedModel, *, num_slots: int = 512, **options: Any) -
 
 
 def tiny_pair(
-    family: str, *, seed: int = 0, num_slots: int = 512, **changes: Any
+    family: str, *, seed: int = 0, num_slots: int = 512, prefix_cache: bool = True, **changes: Any
 ) -> tuple[PreTrainedModel, Decoder]:
     """A transformers model and our decoder with the same random weights."""
     hf = tiny_hf(tiny_config(family, **changes), seed=seed)
-    return hf, tiny_decoder(hf, num_slots=num_slots)
+    return hf, tiny_decoder(hf, num_slots=num_slots, prefix_cache=prefix_cache)

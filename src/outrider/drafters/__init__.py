@@ -36,14 +36,37 @@ def known_drafters() -> dict[str, str]:
     return others | DRAFTERS
 
 
+def describe() -> list[str]:
+    """One line per drafter: its specification with all options and their defaults."""
+    lines: list[str] = []
+    for name in known_drafters():
+        if name == "ensemble":
+            lines.append("ensemble:[SPEC,SPEC,...]")
+            continue
+        parameters = inspect.signature(_factory(name)).parameters.values()
+        arguments = [p.name.upper() for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+        options = [
+            f"{p.name}={p.default}"
+            for p in parameters
+            if p.kind is p.KEYWORD_ONLY and p.name != "context"
+        ]
+        rest = ",".join(arguments + options)
+        lines.append(f"{name}:{rest}" if rest else name)
+    return lines
+
+
+def _factory(name: str) -> Any:
+    module, _, attribute = known_drafters()[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
 def make_drafter(spec: str, context: DrafterContext) -> Drafter:
     """The drafter that ``spec`` describes. Raises ConfigError naming the part that is wrong."""
     name, _, rest = spec.strip().partition(":")
     known = known_drafters()
     if name not in known:
         raise ConfigError(f"unknown drafter {name!r} in {spec!r}; known: {', '.join(known)}")
-    module, _, attribute = known[name].partition(":")
-    factory = getattr(import_module(module), attribute)
+    factory = _factory(name)
     if name == "ensemble":
         return typing.cast(Drafter, factory(spec, _members(spec, rest, context)))
     return _construct(factory, spec, _split(rest), context)

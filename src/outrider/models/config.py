@@ -86,7 +86,7 @@ class DecoderConfig:
         if heads % kv_heads or head_dim % 2:
             raise UnsupportedModel(
                 f"{heads} heads of size {head_dim} with {kv_heads} key-value heads are not "
-                "supported; expected a multiple of the key-value heads and an even size"
+                "supported; supported: a multiple of the key-value heads and an even size"
             )
         activation = config.hidden_activation if gemma else config.hidden_act
         if activation not in ACTIVATIONS:

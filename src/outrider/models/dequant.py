@@ -18,8 +18,8 @@ from gguf.quants import dequantize as slow_dequantize
 
 from outrider.errors import UnsupportedModel
 
-CHUNK = 1 << 20
-"""Weights unpacked at a time: the float32 values in between stay in the cache."""
+CHUNK = 1 << 18
+"""Weights unpacked at a time, so that what lies in between stays in the cache."""
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -12,6 +12,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outrider.errors import UnsupportedModel
 
+BLOCK = 256
+"""Positions computed at a time. Always the same number, as vectorised functions may round the
+last elements of a tensor differently: the table must not depend on how it grew."""
+
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 _KNOWN_PARAMETERS = {
@@ -108,7 +112,7 @@ class RopeTable:
     ``x * cos + roll(x, head_dim / 2) * sin``.
 
     On the CPU the table grows with the positions asked for. Elsewhere it holds ``length``
-    positions from the start: looking at a position would wait for the device.
+    positions (rounded up) from the start: looking at a position would wait for the device.
     """
 
     def __init__(
@@ -121,23 +125,31 @@ class RopeTable:
         if not self._grows:
             self._grow(length)
 
+    def __len__(self) -> int:
+        """Positions the table holds now."""
+        return len(self._table)
+
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine ``[T, 1, head_dim]`` of ``positions``, int64 ``[T]``. May grow the
         table."""
         if self._grows:
             needed = int(positions.max()) + 1
             if needed > len(self._table):
-                self._grow(max(needed, min(2 * len(self._table), self._max_length), 256))
+                self._grow(max(needed, min(2 * len(self._table), self._max_length)))
         cos, sin = self._table.index_select(0, positions).unbind(1)
         return cos, sin
 
     def _grow(self, length: int) -> None:
-        positions = torch.arange(len(self._table), length)
+        starts = range(len(self._table), length, BLOCK)
+        self._table = torch.cat([self._table, *map(self._block, starts)])
+
+    def _block(self, start: int) -> torch.Tensor:
+        positions = torch.arange(start, start + BLOCK)
         inverse, factor = self._rope.frequencies(positions)
         angles = positions[:, None].float() * inverse
         cos, sin = angles.cos() * factor, angles.sin() * factor
-        new = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], dim=1)
-        self._table = torch.cat([self._table, new[:, :, None].to(self._table)])
+        block = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], dim=1)
+        return block[:, :, None].to(self._table)
 
 
 def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

@@ -1,0 +1,108 @@
+"""Rows of a comparison as a table, as JSON, and the environment they were measured in."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from outrider.bench.runner import Row
+
+
+def environment() -> dict[str, Any]:
+    """What a reader needs to judge the numbers."""
+    return {
+        "outrider": version("outrider"),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cpu": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "command": " ".join(["outrider", *sys.argv[1:]]),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def print_table(console: Console, rows: Sequence[Row], *, model: str, dtype: str) -> None:
+    """One line per contender and workload."""
+    table = Table(title=f"{model}, {dtype}", title_justify="left")
+    table.add_column("workload")
+    table.add_column("drafter", overflow="fold")
+    table.add_column("verifier")
+    for name in ("tokens/s", "speed-up", "95 %", "accepted\nlength", "accepted\nrate"):
+        table.add_column(name, justify="right")
+    table.add_column("same tokens\nas plain", justify="right")
+    previous = ""
+    for row in rows:
+        if previous and row.workload != previous:
+            table.add_section()
+        table.add_row(
+            row.workload if row.workload != previous else "",
+            row.drafter,
+            row.verifier,
+            f"{row.tokens_per_second:.1f}",
+            f"{row.speedup:.2f}",
+            f"{row.speedup_low:.2f} to {row.speedup_high:.2f}",
+            f"{row.acceptance_length:.2f}",
+            "-" if row.acceptance_rate is None else f"{row.acceptance_rate:.0%}",
+            _same(row),
+        )
+        previous = row.workload
+    console.print(table)
+    ties = [d for row in rows for d in row.differences if d.near_tie]
+    if ties:
+        gap = max(d.gap or 0.0 for d in ties)
+        console.print(
+            f"near-tie: the first different token was within rounding of the expected one "
+            f"(largest gap {gap:.3g} in the logits)"
+        )
+
+
+def _same(row: Row) -> str:
+    share = f"{row.token_match:.0%}"
+    if row.exact is None:
+        return "law only"
+    if row.token_match == 1.0:
+        return "yes"
+    return f"{share}, near-tie" if row.exact else f"{share}, DIFFERS"
+
+
+def write_json(
+    path: Path, rows: Sequence[Row], *, environment: Mapping[str, Any], settings: Mapping[str, Any]
+) -> None:
+    """Write everything to ``path``, whole or not at all."""
+    document = {
+        "environment": dict(environment),
+        "settings": dict(settings),
+        "rows": [asdict(row) for row in rows],
+    }
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(document, file, indent=1, ensure_ascii=False)
+            file.write("\n")
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,237 @@
+"""Running contenders side by side: the same prompts, interleaved, in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from outrider.bench.neartie import Difference, first_difference
+from outrider.bench.statistics import median, ratio_interval
+from outrider.bench.workloads import Prompt
+from outrider.llm import LLM, completion
+from outrider.metrics import Stats, total
+from outrider.request import SamplingParams
+from outrider.verify import BIT_EXACT, make_verifier
+
+ALL = "all"
+"""The workload of the rows that sum up all classes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """One way to decode."""
+
+    drafter: str
+    verifier: str = "coupled"
+
+
+PLAIN = Contender(drafter="none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One answer of one contender. ``prompt`` counts turns; ``seconds`` is wall time from the
+    request to its last token, the computing of the prompt included."""
+
+    contender: Contender
+    prompt: int
+    workload: str
+    repeat: int
+    ids: tuple[int, ...]
+    tokens: tuple[int, ...]
+    seconds: float
+    stats: Stats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One contender on one workload, against plain decoding of the same run.
+
+    ``tokens_per_second``: median over the repeats of tokens by seconds. ``speedup``: the median
+    over the repeats of the ratio to plain decoding's; ``speedup_low`` and ``speedup_high`` are a
+    95 % bootstrap interval over prompts and repeats. ``token_match``: share of the answers whose
+    tokens equal plain decoding's. ``exact``: all of them do or first differ at a near-tie
+    (:mod:`outrider.bench.neartie`); None where the verifier promises the distribution, not the
+    tokens. ``guarantee``: what the verifier promises.
+    """
+
+    drafter: str
+    verifier: str
+    workload: str
+    guarantee: str
+    exact: bool | None
+    token_match: float
+    tokens_per_second: float
+    speedup: float
+    speedup_low: float
+    speedup_high: float
+    acceptance_length: float
+    acceptance_rate: float | None
+    acceptance_by_position: list[float]
+    tokens: int
+    num_answers: int
+    faults: int
+    differences: list[Difference]
+
+
+def compare(
+    llm: LLM,
+    contenders: Sequence[Contender],
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    repeats: int,
+    seed: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Row]:
+    """Measure plain decoding and ``contenders``; one row per contender and workload, and one for
+    all workloads together. Every drafter is made and warmed up before anything is timed."""
+    everyone = [PLAIN, *(c for c in contenders if c != PLAIN)]
+    for contender in everyone:
+        _answer(llm, contender, llm.encode(prompts[0].turns[0]), params)
+    samples = _measure(llm, everyone, prompts, params, repeats, progress)
+    workloads = list(dict.fromkeys(p.category for p in prompts))
+    if len(workloads) > 1:
+        workloads.append(ALL)
+    differences = _differences(llm, samples)
+    return [
+        _row(
+            contender,
+            workload,
+            [s for s in samples if workload in (ALL, s.workload)],
+            [
+                d
+                for d, s in differences
+                if s.contender == contender and workload in (ALL, s.workload)
+            ],
+            greedy=params.temperature == 0.0,
+            seed=seed,
+        )
+        for workload in workloads
+        for contender in everyone
+    ]
+
+
+def _measure(
+    llm: LLM,
+    contenders: list[Contender],
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    repeats: int,
+    progress: Callable[[int, int], None] | None,
+) -> list[Sample]:
+    """All answers. The order of the contenders turns with every prompt, so that none always runs
+    on a machine that another one warmed or slowed. Later turns follow plain decoding's answers."""
+    samples: list[Sample] = []
+    histories: dict[int, list[int]] = {}
+    steps = repeats * len(contenders) * sum(len(p.turns) for p in prompts)
+    for repeat in range(repeats):
+        number = 0
+        for prompt in prompts:
+            messages: list[dict[str, str]] = []
+            for turn in prompt.turns:
+                messages.append({"role": "user", "content": turn})
+                ids = histories.setdefault(number, llm.encode(messages))
+                shift = (number + repeat) % len(contenders)
+                for contender in contenders[shift:] + contenders[:shift]:
+                    tokens, seconds, stats = _answer(llm, contender, ids, params)
+                    samples.append(
+                        Sample(
+                            contender=contender,
+                            prompt=number,
+                            workload=prompt.category,
+                            repeat=repeat,
+                            ids=tuple(ids),
+                            tokens=tokens,
+                            seconds=seconds,
+                            stats=stats,
+                        )
+                    )
+                    if progress is not None:
+                        progress(len(samples), steps)
+                plain = _find(samples, PLAIN, number, repeat)
+                messages.append(
+                    {"role": "assistant", "content": llm.target.decode(list(plain.tokens))}
+                )
+                number += 1
+    return samples
+
+
+def _answer(
+    llm: LLM, contender: Contender, ids: Sequence[int], params: SamplingParams
+) -> tuple[tuple[int, ...], float, Stats]:
+    start = time.perf_counter()
+    (seq,) = llm.submit(ids, params, drafter=contender.drafter, verifier=contender.verifier)
+    while seq.finish is None:
+        llm.engine.step()
+    seconds = time.perf_counter() - start
+    answer = completion(seq)
+    return answer.token_ids, seconds, answer.stats
+
+
+def _find(samples: list[Sample], contender: Contender, prompt: int, repeat: int) -> Sample:
+    return next(
+        s
+        for s in reversed(samples)
+        if s.contender == contender and s.prompt == prompt and s.repeat == repeat
+    )
+
+
+def _differences(llm: LLM, samples: list[Sample]) -> list[tuple[Difference, Sample]]:
+    """Where answers of the first repeat leave plain decoding's, and by how little."""
+    plain = {s.prompt: s for s in samples if s.contender == PLAIN and s.repeat == 0}
+    return [
+        (first_difference(llm.target.model, s.ids, plain[s.prompt].tokens, s.tokens, s.prompt), s)
+        for s in samples
+        if s.repeat == 0 and s.tokens != plain[s.prompt].tokens
+        if make_verifier(s.contender.verifier).exactness == BIT_EXACT
+    ]
+
+
+def _row(
+    contender: Contender,
+    workload: str,
+    samples: list[Sample],
+    differences: list[Difference],
+    *,
+    greedy: bool,
+    seed: int,
+) -> Row:
+    mine = [s for s in samples if s.contender == contender]
+    plain = [_find(samples, PLAIN, s.prompt, s.repeat) for s in mine]
+    pairs = [
+        (m.seconds / len(m.tokens), p.seconds / len(p.tokens))
+        for m, p in zip(mine, plain, strict=True)
+    ]
+    low, high = ratio_interval([p for _, p in pairs], [m for m, _ in pairs], seed=seed)
+    repeats = range(max(s.repeat for s in mine) + 1)
+    rates = [_rate([s for s in mine if s.repeat == r]) for r in repeats]
+    plain_rates = [_rate([s for s in plain if s.repeat == r]) for r in repeats]
+    stats = total(s.stats for s in mine)
+    guarantee = make_verifier(contender.verifier).exactness
+    compared = greedy or guarantee == BIT_EXACT
+    return Row(
+        drafter=contender.drafter,
+        verifier=contender.verifier,
+        workload=workload,
+        guarantee=guarantee,
+        exact=all(d.near_tie for d in differences) if compared else None,
+        token_match=sum(m.tokens == p.tokens for m, p in zip(mine, plain, strict=True)) / len(mine),
+        tokens_per_second=median(rates),
+        speedup=median([a / b for a, b in zip(rates, plain_rates, strict=True)]),
+        speedup_low=low,
+        speedup_high=high,
+        acceptance_length=stats.acceptance_length,
+        acceptance_rate=stats.acceptance_rate,
+        acceptance_by_position=stats.acceptance_by_position,
+        tokens=stats.tokens,
+        num_answers=len(mine),
+        faults=stats.faults,
+        differences=differences,
+    )
+
+
+def _rate(samples: list[Sample]) -> float:
+    """Tokens by seconds, sum over sum."""
+    return sum(len(s.tokens) for s in samples) / sum(s.seconds for s in samples)

@@ -1,0 +1,352 @@
+"""The command line. Heavy imports happen inside the commands."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+
+from outrider import __version__
+from outrider.errors import ConfigError, Error, UserError
+
+app = typer.Typer(
+    name="outrider",
+    help="Decode language models with speculative decoding, exactly as plain decoding would.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Model = Annotated[
+    str,
+    typer.Option("--model", "-m", help="Named model, hub id, folder or GGUF file."),
+]
+Dtype = Annotated[str, typer.Option(help="Type of the weights: float32, bfloat16 or float16.")]
+DraftDtype = Annotated[
+    str | None, typer.Option(help="The same for draft models.", show_default="the target's")
+]
+Device = Annotated[str, typer.Option(help="Where the models run: cpu or cuda.")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="CPU threads.", show_default="PyTorch's choice")
+]
+Slots = Annotated[
+    int | None,
+    typer.Option("--num-slots", min=1, help="Tokens the KV pool holds.", show_default="by model"),
+]
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"outrider {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def models() -> None:
+    """List the named models and which of them are in the cache.
+
+    Example: outrider models
+    """
+    from rich.table import Table
+
+    from outrider.models.load import list_models
+
+    table = Table("name", "parameters", "size", "in cache", box=None)
+    for row in list_models():
+        table.add_row(row.name, row.parameters, row.size, "yes" if row.cached else "no")
+    _console().print(table)
+
+
+@app.command()
+def pull(
+    name: Annotated[str, typer.Argument(help="A named model (see `outrider models`) or hub id.")],
+) -> None:
+    """Fetch a model into the cache. An interrupted fetch continues where it stopped.
+
+    Example: outrider pull smollm2-135m-instruct
+    """
+    from outrider.models.fetch import pull as fetch
+
+    typer.echo(fetch(name))
+
+
+@app.command()
+def drafters() -> None:
+    """List the drafters, their options and the verifiers.
+
+    Example: outrider drafters
+    """
+    from outrider.drafters import describe
+    from outrider.verify import VERIFIERS
+
+    for line in describe():
+        typer.echo(line)
+    typer.echo("")
+    for name, verifier in VERIFIERS.items():
+        typer.echo(f"verifier {name}: {verifier.exactness}")
+
+
+@app.command()
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; - or nothing reads standard input.")
+    ] = None,
+    model: Model = "smollm2-135m-instruct",
+    prompt_option: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="The prompt, as an option.")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="Read the prompt from a file.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Do not apply the model's chat template.")
+    ] = False,
+    drafter: Annotated[
+        str, typer.Option("--drafter", "-d", help="none, ngram:n=3,k=8, draft:MODEL,k=4, …")
+    ] = "none",
+    verifier: Annotated[
+        str, typer.Option(help="coupled, rejection, block or traversal.")
+    ] = "coupled",
+    num_draft: Annotated[
+        int | None, typer.Option(help="Draft tokens a step.", show_default="the drafter's k")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most output tokens.")] = 256,
+    min_tokens: Annotated[int, typer.Option(help="Fewest output tokens.")] = 0,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="0 is off.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="0 is off.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="0 is off.")] = 0.0,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(help="ID=BIAS, added to a token's logit. Repeatable.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A string that ends the output. Repeatable.")
+    ] = None,
+    stop_token_id: Annotated[
+        list[int] | None, typer.Option(help="A token that ends the output. Repeatable.")
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")
+    ] = False,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
+    n: Annotated[int, typer.Option(help="Number of answers.")] = 1,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Log-probabilities, with this many alternatives (--json).")
+    ] = None,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of the text.")
+    ] = False,
+    dtype: Dtype = "bfloat16",
+    draft_dtype: DraftDtype = None,
+    device: Device = "cpu",
+    num_slots: Slots = None,
+    threads: Threads = None,
+) -> None:
+    """Answer one prompt. The text streams to standard output, a summary goes to standard error.
+
+    Example: outrider generate "Name three rivers." --drafter ngram:k=8 --max-tokens 64
+    """
+    from outrider.request import SamplingParams
+
+    text = _prompt(prompt, prompt_option, prompt_file)
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=_biases(logit_bias or []),
+        min_tokens=min_tokens,
+        max_tokens=max_tokens,
+        stop=tuple(stop or ()),
+        stop_token_ids=tuple(stop_token_id or ()),
+        ignore_eos=ignore_eos,
+        seed=seed,
+        n=n,
+        logprobs=logprobs,
+    )
+    if raw and system is not None:
+        raise ConfigError("--system needs the chat template; leave out --raw")
+    if logprobs is not None and not json_output:
+        raise ConfigError("--logprobs are part of the JSON output; add --json")
+    _threads(threads)
+    from outrider.generate import print_answers
+
+    print_answers(
+        _llm(model, drafter, verifier, dtype, draft_dtype, device, num_slots),
+        text,
+        params,
+        system=system,
+        raw=raw,
+        num_draft=num_draft,
+        json_output=json_output,
+    )
+
+
+@app.command()
+def bench(
+    model: Model = "smollm2-135m-instruct",
+    drafter: Annotated[
+        list[str] | None, typer.Option("--drafter", "-d", help="Repeatable; none is always run.")
+    ] = None,
+    verifier: Annotated[
+        list[str] | None, typer.Option(help="Repeatable.", show_default="coupled")
+    ] = None,
+    prompts: Annotated[
+        str, typer.Option(help="builtin, builtin:CLASS,CLASS or a JSONL file with turns.")
+    ] = "builtin",
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts per class.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most output tokens a prompt.")] = 128,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of sampling and of the intervals.")] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Interleaved runs of everything.")] = 3,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write rows and environment to this file.")
+    ] = None,
+    dtype: Dtype = "bfloat16",
+    draft_dtype: DraftDtype = None,
+    device: Device = "cpu",
+    num_slots: Slots = None,
+    threads: Threads = None,
+) -> None:
+    """Compare drafters with plain decoding on the same prompts, interleaved.
+
+    Example: outrider bench -m smollm2-135m-instruct -d ngram:n=3,k=8 -d suffix:k=8 --json out.json
+    """
+    from outrider.bench.report import environment, print_table, write_json
+    from outrider.bench.runner import Contender, compare
+    from outrider.bench.workloads import load_prompts
+    from outrider.request import SamplingParams
+
+    if json_path is not None and not json_path.parent.is_dir():
+        raise ConfigError(f"--json {json_path}: the folder {json_path.parent} does not exist")
+    selected = load_prompts(prompts, limit=limit)
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
+    contenders = [
+        Contender(drafter=d, verifier=v)
+        for d in drafter or ["ngram:n=3,k=8", "suffix:k=8"]
+        if d != "none"
+        for v in verifier or ["coupled"]
+    ]
+    _threads(threads)
+    llm = _llm(model, "none", "coupled", dtype, draft_dtype, device, num_slots, prefix_cache=False)
+    rows = compare(llm, contenders, selected, params, repeats=repeats, seed=seed)
+    print_table(_console(), rows, model=model, dtype=dtype)
+    if json_path is not None:
+        settings = {
+            "model": model,
+            "dtype": dtype,
+            "draft_dtype": draft_dtype or dtype,
+            "prompts": prompts,
+            "limit": limit,
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "seed": seed,
+            "repeats": repeats,
+        }
+        write_json(json_path, rows, environment=environment(), settings=settings)
+
+
+def _llm(
+    model: str,
+    drafter: str,
+    verifier: str,
+    dtype: str,
+    draft_dtype: str | None,
+    device: str,
+    num_slots: int | None,
+    **options: Any,
+) -> Any:
+    from outrider.llm import LLM
+
+    return LLM(
+        model,
+        drafter=drafter,
+        verifier=verifier,
+        dtype=dtype,
+        draft_dtype=draft_dtype,
+        device=device,
+        num_slots=num_slots,
+        progress=True,
+        **options,
+    )
+
+
+def _prompt(argument: str | None, option: str | None, file: Path | None) -> str:
+    given = [text for text in (argument, option) if text is not None]
+    if len(given) + (file is not None) > 1:
+        raise ConfigError("the prompt is given twice; use one of PROMPT, --prompt, --prompt-file")
+    if file is not None:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--prompt-file {file}: {error}") from error
+    elif given and given[0] != "-":
+        text = given[0]
+    elif sys.stdin.isatty():
+        raise ConfigError('no prompt; give one as in: outrider generate "Name three rivers."')
+    else:
+        text = sys.stdin.read()
+    if not text.strip():
+        raise ConfigError("the prompt is empty; give some text")
+    return text
+
+
+def _biases(pairs: list[str]) -> dict[int, float]:
+    biases: dict[int, float] = {}
+    for pair in pairs:
+        token, _, bias = pair.partition("=")
+        try:
+            biases[int(token)] = float(bias)
+        except ValueError:
+            raise ConfigError(f"--logit-bias {pair!r}: expected ID=BIAS, as in 42=-1.5") from None
+    return biases
+
+
+def _threads(threads: int | None) -> None:
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and exit: 0 done, 1 failed, 2 a mistake of the user, 130 interrupted."""
+    try:
+        app(args=arguments, standalone_mode=False)
+    except click.ClickException as error:
+        sys.exit(_complain(error.format_message(), 2))
+    except UserError as error:
+        sys.exit(_complain(str(error), 2))
+    except Error as error:
+        sys.exit(_complain(str(error), 1))
+    except (KeyboardInterrupt, click.Abort):
+        sys.exit(_complain("interrupted", 130))
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(1)
+    sys.exit(0)
+
+
+def _complain(message: str, code: int) -> int:
+    print(f"outrider: {' '.join(message.split())}", file=sys.stderr)
+    return code

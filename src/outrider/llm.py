@@ -1,0 +1,189 @@
+"""A model ready to use: loading, drafters by name, text in and text out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import count
+
+from outrider.config import EngineConfig
+from outrider.drafters import make_drafter
+from outrider.drafters.base import DrafterContext
+from outrider.engine import Engine
+from outrider.errors import ModelFault
+from outrider.metrics import Stats
+from outrider.models.base import Model
+from outrider.models.load import LoadedModel, load, same_vocabulary
+from outrider.request import FinishReason, Request, SamplingParams, Sequence, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One finished answer. ``token_ids`` includes the end token, ``text`` does not."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stats: Stats
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class LLM:
+    """A target model with its engine.
+
+    ``model`` and the MODEL of a drafter ``draft:MODEL`` are names that
+    :func:`outrider.models.load.load` takes. Every draft model is loaded once.
+
+        llm = LLM("smollm2-135m-instruct", drafter="ngram:k=8")
+        print(llm.generate("Write a haiku about rivers.").text)
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        drafter: str = "none",
+        verifier: str = "coupled",
+        dtype: str = "bfloat16",
+        draft_dtype: str | None = None,
+        device: str = "cpu",
+        num_slots: int | None = None,
+        prefix_cache: bool = True,
+        config: EngineConfig | None = None,
+        progress: bool = False,
+    ) -> None:
+        self._options = {
+            "device": device,
+            "num_slots": num_slots,
+            "prefix_cache": prefix_cache,
+            "progress": progress,
+        }
+        self.target = load(model, dtype=dtype, **self._options)
+        self._draft_dtype = draft_dtype or dtype
+        self._drafts: dict[str, LoadedModel] = {}
+        self._ids = count()
+        context = DrafterContext(
+            vocab_size=self.target.model.vocab_size, load_draft=self._load_draft
+        )
+        self.engine = Engine(
+            self.target.model,
+            lambda spec: make_drafter(spec, context),
+            tokenizer=self.target.tokenizer,
+            end_tokens=self.target.end_tokens,
+            drafter=drafter,
+            verifier=verifier,
+            config=config,
+        )
+        self.engine.drafter(drafter)  # a drafter that cannot be made is reported now
+
+    def _load_draft(self, name: str) -> Model:
+        if name not in self._drafts:
+            draft = load(name, dtype=self._draft_dtype, **self._options)
+            same_vocabulary(self.target, draft)
+            self._drafts[name] = draft
+        return self._drafts[name].model
+
+    def encode(self, prompt: str | Seq[dict[str, str]], *, chat: bool = True) -> list[int]:
+        """Token ids of a prompt: a text, put into the model's chat template as the user's turn
+        unless ``chat`` is False, or the messages of a conversation."""
+        if not isinstance(prompt, str):
+            return self.target.chat(list(prompt))
+        if chat:
+            return self.target.chat([{"role": "user", "content": prompt}])
+        return self.target.encode(prompt)
+
+    def submit(
+        self,
+        prompt: Seq[int],
+        params: SamplingParams | None = None,
+        *,
+        drafter: str | None = None,
+        verifier: str | None = None,
+        num_draft: int | None = None,
+    ) -> list[Sequence]:
+        """Queue the token ids of a prompt; ``engine.step()`` then works on it beside others."""
+        return self.engine.add(
+            Request(
+                id=f"request-{next(self._ids)}",
+                prompt=tuple(prompt),
+                params=params or SamplingParams(),
+                drafter=drafter,
+                verifier=verifier,
+                num_draft=num_draft,
+            )
+        )
+
+    def stream(
+        self,
+        prompt: str | Seq[dict[str, str]],
+        params: SamplingParams | None = None,
+        *,
+        chat: bool = True,
+        drafter: str | None = None,
+        verifier: str | None = None,
+    ) -> Iterator[str]:
+        """The text of one answer, piece by piece, as it is decided."""
+        (seq,) = self.submit(
+            self.encode(prompt, chat=chat), params, drafter=drafter, verifier=verifier
+        )
+        try:
+            while seq.finish is None:
+                for event in self.engine.step():
+                    if event.seq_id == seq.id and event.text:
+                        yield event.text
+        finally:
+            if seq.finish is None:
+                self.engine.cancel(seq.request.id)
+        _raise_fault(seq)
+
+    def generate(
+        self,
+        prompt: str | Seq[dict[str, str]],
+        params: SamplingParams | None = None,
+        *,
+        chat: bool = True,
+        drafter: str | None = None,
+        verifier: str | None = None,
+    ) -> Completion:
+        """One answer. Of ``n`` answers the first; :meth:`generate_all` gives all."""
+        return self.generate_all(
+            [prompt], params, chat=chat, drafter=drafter, verifier=verifier
+        )[0][0]
+
+    def generate_all(
+        self,
+        prompts: Seq[str | Seq[dict[str, str]]],
+        params: SamplingParams | None = None,
+        *,
+        chat: bool = True,
+        drafter: str | None = None,
+        verifier: str | None = None,
+    ) -> list[list[Completion]]:
+        """The answers to several prompts, computed together: ``n`` for each prompt."""
+        groups = [
+            self.submit(self.encode(prompt, chat=chat), params, drafter=drafter, verifier=verifier)
+            for prompt in prompts
+        ]
+        wanted = [seq for group in groups for seq in group]
+        while any(seq.finish is None for seq in wanted):
+            self.engine.step()
+        return [[completion(seq) for seq in group] for group in groups]
+
+
+def completion(seq: Sequence) -> Completion:
+    """The answer of a finished sequence. Raises ModelFault if the target failed."""
+    _raise_fault(seq)
+    assert seq.finish is not None
+    return Completion(
+        text=seq.text,
+        token_ids=tuple(seq.output),
+        finish_reason=seq.finish,
+        stats=seq.stats,
+        logprobs=tuple(seq.logprobs),
+    )
+
+
+def _raise_fault(seq: Sequence) -> None:
+    if seq.finish is FinishReason.ERROR:
+        raise ModelFault("the model's logits are not finite numbers; is the model file intact?")
