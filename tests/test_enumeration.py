@@ -9,6 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from scipy.stats import chisquare
+
 from exact import (
     BASE,
     TOLERANCE,
@@ -27,16 +29,6 @@ from exact import (
     reference_tables,
     verify,
 )
-from scipy.stats import chisquare
-from wrong_verifiers import (
-    BlockStopsAtFirstFailure,
-    BlockWithTokenResidual,
-    RejectionWithoutRenormalising,
-    RejectionWithUnchangedLaw,
-    argmax_as_if_drawn,
-    drop_unlikely,
-)
-
 from outrider.errors import ConfigError
 from outrider.sampling import Noise
 from outrider.tree import FIXED, ROOT, TokenTree, merge
@@ -48,6 +40,14 @@ from outrider.verify import (
     Traversal,
     Verifier,
     make_verifier,
+)
+from wrong_verifiers import (
+    BlockStopsAtFirstFailure,
+    BlockWithTokenResidual,
+    RejectionWithoutRenormalising,
+    RejectionWithUnchangedLaw,
+    argmax_as_if_drawn,
+    drop_unlikely,
 )
 
 ON_CHAINS = [Rejection(), Block(), Traversal(), Coupled()]
@@ -374,7 +374,9 @@ def joint_p_value(verifier: Verifier, make_noise: Callable[[int], Noise], num_se
     often = torch.tensor([0.9, 0.1], dtype=torch.float64)
     target = {(): fair, (0,): fair, (1,): fair}
     draft = {(): often, (0,): often, (1,): often.flip(0)}
-    counts = Counter(decode_blocks(verifier, target, draft, make_noise(seed)) for seed in range(num_seeds))
+    counts = Counter(
+        decode_blocks(verifier, target, draft, make_noise(seed)) for seed in range(num_seeds)
+    )
     keys = itertools.product(range(vocab), repeat=3)
     return float(chisquare([counts[key] for key in keys]).pvalue)
 

@@ -164,6 +164,20 @@ def test_periodic_text_gives_a_full_draft():
     assert tree.tokens.tolist() == [1, 2, 3, 1, 2, 3, 1, 2]
 
 
+def test_ties_go_to_the_token_seen_last():
+    assert propose(Suffix("suffix", k=1), sequence([1, 2, 1, 3, 1])).tokens.tolist() == [3]
+
+
+def test_counts_add_up_over_the_segments_of_a_store():
+    drafter = Suffix("suffix", k=1, max_cached_tokens=80)  # segments of ten tokens
+    for i, token in enumerate([2, 2, 2, 3, 3]):
+        finish(drafter, sequence([], [1, token, *range(10, 17)], id=str(i), scope="x"))
+    assert len(drafter.store.segments("x")) == 5
+    tree = propose(drafter, sequence([1], scope="x"))
+    assert tree.tokens.tolist() == [2]
+    assert np.exp(tree.scores).tolist() == pytest.approx([0.6])
+
+
 def test_width_makes_a_tree_of_the_most_probable_paths():
     text = [1, 2, 7, 1, 2, 7, 1, 3, 8, 1, 2, 6, 1]
     drafter = Suffix("suffix", k=4, width=2, depth=1, factor=4.0, min_prob=0.0)
@@ -242,6 +256,7 @@ def test_eviction_takes_the_oldest_and_its_counts():
     for i in range(30):
         store.add("x" if i % 2 else "y", [i, 100 + i, 7, 8])
         assert len(store) <= 40
+        assert i < 8 or len(store) > 30  # a segment goes, not all of it
     segments = store.segments("x")
     assert sum(map(len, segments)) + sum(map(len, store.segments("y"))) == len(store)
     counts = Counter()

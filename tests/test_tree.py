@@ -200,8 +200,8 @@ def test_merge_refuses_mixed_replacement() -> None:
 
 
 def test_trees_are_compared_by_identity() -> None:
-    assert BRANCHED == BRANCHED  # noqa: PLR0124
-    assert BRANCHED != TokenTree.from_paths([[5, 6, 9], [5, 5], [7, 7]])
+    assert BRANCHED == BRANCHED
+    assert TokenTree.from_paths([[5, 6, 9], [5, 5], [7, 7]]) != BRANCHED
 
 
 def test_is_sound() -> None:

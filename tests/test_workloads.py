@@ -109,7 +109,7 @@ def test_files_without_prompts_are_refused(tmp_path):
 
 @pytest.mark.parametrize("source", ["builtin:poetry", "builtin:chat,", "builtin:"])
 def test_unknown_categories_are_refused(source):
-    with pytest.raises(ConfigError, match="unknown category .* known: code_completion"):
+    with pytest.raises(ConfigError, match=r"unknown category .* known: code_completion"):
         load_prompts(source)
 
 

@@ -102,9 +102,7 @@ def generate(
     prompt_option: Annotated[
         str | None, typer.Option("--prompt", "-p", help="The prompt, as an option.")
     ] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(help="Read the prompt from a file.")
-    ] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Do not apply the model's chat template.")

@@ -262,7 +262,8 @@ def _feedback(
     hidden = None
     needs = seq.drafter.needs
     if needs.hidden_layers and forward.hidden is not None:
-        states = forward.hidden[torch.from_numpy(computed)].unflatten(-1, (len(layers), -1))
+        states = forward.hidden[torch.from_numpy(computed)]
+        states = states.view(len(states), len(layers), -1)
         hidden = states[:, [layers.index(layer) for layer in needs.hidden_layers]].flatten(1)
     return Feedback(
         start=start,

@@ -168,7 +168,8 @@ class KVCache:
         table = self._tables.pop(seq_id)
         slots = table.slots[: table.length + table.num_scratch]
         self._refs[slots] -= 1
-        return slots[self._refs[slots] == 0].copy()
+        released: IntArray = slots[self._refs[slots] == 0]
+        return released
 
     def clear(self) -> None:
         """Empty the prefix index. Open sequences keep their slots."""
@@ -262,14 +263,21 @@ class KVCache:
         used_too = False
         while freed < num_slots:
             before = len(self._blocks)
-            for block in list(self._blocks.values()):
-                if freed >= num_slots:
-                    break
-                unused = bool((self._refs[block.slots] == 1).any())
-                if block.num_children == 0 and (unused or used_too):
+            passed: set[int] = set()
+            for oldest in list(self._blocks.values()):
+                passed.add(oldest.id)
+                block: _Block | None = oldest
+                # A parent that is older than its last child comes right after it.
+                while block is not None and freed < num_slots and self._can_drop(block, used_too):
                     freed += self._drop(block)
+                    parent = self._by_id.get(block.key[0])
+                    block = parent if parent is not None and parent.id in passed else None
             used_too = len(self._blocks) == before
         return True
+
+    def _can_drop(self, block: _Block, used_too: bool) -> bool:
+        unused = bool((self._refs[block.slots] == 1).any())
+        return block.num_children == 0 and (unused or used_too)
 
     def _drop(self, block: _Block) -> int:
         del self._blocks[block.key]

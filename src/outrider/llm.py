@@ -147,9 +147,9 @@ class LLM:
         verifier: str | None = None,
     ) -> Completion:
         """One answer. Of ``n`` answers the first; :meth:`generate_all` gives all."""
-        return self.generate_all(
-            [prompt], params, chat=chat, drafter=drafter, verifier=verifier
-        )[0][0]
+        return self.generate_all([prompt], params, chat=chat, drafter=drafter, verifier=verifier)[
+            0
+        ][0]
 
     def generate_all(
         self,

@@ -63,7 +63,7 @@ def print_table(console: Console, rows: Sequence[Row], *, model: str, dtype: str
             row.verifier,
             f"{row.tokens_per_second:.1f}",
             f"{row.speedup:.2f}",
-            f"{row.speedup_low:.2f} to {row.speedup_high:.2f}",
+            _interval(row),
             f"{row.acceptance_length:.2f}",
             "-" if row.acceptance_rate is None else f"{row.acceptance_rate:.0%}",
             _same(row),
@@ -77,6 +77,12 @@ def print_table(console: Console, rows: Sequence[Row], *, model: str, dtype: str
             f"near-tie: the first different token was within rounding of the expected one "
             f"(largest gap {gap:.3g} in the logits)"
         )
+
+
+def _interval(row: Row) -> str:
+    if row.speedup_low is None or row.speedup_high is None:
+        return "-"
+    return f"{row.speedup_low:.2f} to {row.speedup_high:.2f}"
 
 
 def _same(row: Row) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from outrider.bench.neartie import Difference, first_difference
-from outrider.bench.statistics import median, ratio_interval
+from outrider.bench.statistics import median, pooled_ratio_interval
 from outrider.bench.workloads import Prompt
 from outrider.llm import LLM, completion
 from outrider.metrics import Stats, total
@@ -50,7 +51,8 @@ class Row:
 
     ``tokens_per_second``: median over the repeats of tokens by seconds. ``speedup``: the median
     over the repeats of the ratio to plain decoding's; ``speedup_low`` and ``speedup_high`` are a
-    95 % bootstrap interval over prompts and repeats. ``token_match``: share of the answers whose
+    95 % bootstrap interval over prompts and repeats,
+    None where one answer alone was measured. ``token_match``: share of the answers whose
     tokens equal plain decoding's. ``exact``: all of them do or first differ at a near-tie
     (:mod:`outrider.bench.neartie`); None where the verifier promises the distribution, not the
     tokens. ``guarantee``: what the verifier promises.
@@ -64,8 +66,8 @@ class Row:
     token_match: float
     tokens_per_second: float
     speedup: float
-    speedup_low: float
-    speedup_high: float
+    speedup_low: float | None
+    speedup_high: float | None
     acceptance_length: float
     acceptance_rate: float | None
     acceptance_by_position: list[float]
@@ -200,11 +202,13 @@ def _row(
 ) -> Row:
     mine = [s for s in samples if s.contender == contender]
     plain = [_find(samples, PLAIN, s.prompt, s.repeat) for s in mine]
-    pairs = [
-        (m.seconds / len(m.tokens), p.seconds / len(p.tokens))
-        for m, p in zip(mine, plain, strict=True)
-    ]
-    low, high = ratio_interval([p for _, p in pairs], [m for m, _ in pairs], seed=seed)
+    # Plain decoding's seconds a token over the contender's, pooled: with equal tokens the ratio
+    # of the seconds alone.
+    interval = pooled_ratio_interval(
+        [p.seconds * len(m.tokens) / len(p.tokens) for m, p in zip(mine, plain, strict=True)],
+        [m.seconds for m in mine],
+        seed=seed,
+    )
     repeats = range(max(s.repeat for s in mine) + 1)
     rates = [_rate([s for s in mine if s.repeat == r]) for r in repeats]
     plain_rates = [_rate([s for s in plain if s.repeat == r]) for r in repeats]
@@ -220,8 +224,8 @@ def _row(
         token_match=sum(m.tokens == p.tokens for m, p in zip(mine, plain, strict=True)) / len(mine),
         tokens_per_second=median(rates),
         speedup=median([a / b for a, b in zip(rates, plain_rates, strict=True)]),
-        speedup_low=low,
-        speedup_high=high,
+        speedup_low=_known(interval.low),
+        speedup_high=_known(interval.high),
         acceptance_length=stats.acceptance_length,
         acceptance_rate=stats.acceptance_rate,
         acceptance_by_position=stats.acceptance_by_position,
@@ -235,3 +239,7 @@ def _row(
 def _rate(samples: list[Sample]) -> float:
     """Tokens by seconds, sum over sum."""
     return sum(len(s.tokens) for s in samples) / sum(s.seconds for s in samples)
+
+
+def _known(bound: float) -> float | None:
+    return None if math.isnan(bound) else bound

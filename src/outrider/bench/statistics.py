@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 
@@ -15,47 +14,36 @@ Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """An estimate and the bounds of its confidence interval, NaN where they are not known."""
-
-    estimate: float
-    low: float
-    high: float
-
-
 def median(values: Sequence[float]) -> float:
     """The middle value, or the mean of the two middle ones. Raises ValueError for none."""
     return float(np.median(_finite("values", values)))
 
 
-def median_ratio(
+def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
+    """Median of the ratios of paired samples, say of one prompt in one round.
+
+    Raises ValueError unless there are equally many finite samples on both sides, at least one, and
+    no denominator is 0.
+    """
+    return float(np.median(_ratios(numerators, denominators)))
+
+
+def ratio_interval(
     numerators: Sequence[float],
     denominators: Sequence[float],
     *,
     level: float = 0.95,
     num_resamples: int = 2000,
     seed: int = 0,
-) -> Interval:
-    """Median of the ratios of paired samples, with a bootstrap percentile interval.
+) -> tuple[float, float]:
+    """Bootstrap percentile interval (low, high) of :func:`median_ratio`; raises as it does.
 
-    Pair i was measured side by side, one prompt in one round for example, so pairs are drawn
-    again together (Efron and Tibshirani 1993, chapter 13). One pair alone says nothing about
-    the spread: its bounds are NaN. Raises ValueError unless there are equally many finite samples
-    on both sides, at least one, and no denominator is 0.
+    Pairs are drawn again together (Efron and Tibshirani 1993, chapter 13). One pair alone says
+    nothing about the spread: both bounds are NaN.
     """
-    above, below = _pairs(numerators, denominators)
-    if not below.all():
-        raise ValueError("a denominator is 0")
-    ratios = above / below
-    return _bootstrap(
-        float(np.median(ratios)),
-        lambda chosen: np.median(ratios[chosen], axis=1),
-        len(ratios),
-        level,
-        num_resamples,
-        seed,
-    )
+    ratios = _ratios(numerators, denominators)
+    chosen = _resamples(len(ratios), num_resamples, seed)
+    return _percentiles(np.median(ratios[chosen], axis=1), level, len(ratios))
 
 
 def pooled_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
@@ -70,31 +58,25 @@ def pooled_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
     return float(above.sum()) / total if total else math.nan
 
 
-def pooled_ratio_interval(
+def pooled_interval(
     numerators: Sequence[float],
     denominators: Sequence[float],
     *,
     level: float = 0.95,
     num_resamples: int = 2000,
     seed: int = 0,
-) -> Interval:
-    """:func:`pooled_ratio` with a bootstrap percentile interval; runs are drawn again whole.
+) -> tuple[float, float]:
+    """Bootstrap percentile interval (low, high) of :func:`pooled_ratio`; whole runs are redrawn.
 
-    Bounds are NaN for a single run, and where a resample may have no denominator. Raises
-    ValueError as :func:`pooled_ratio` does.
+    Both bounds are NaN for a single run, and if a denominator is 0: a resample might have nothing
+    but it. Raises ValueError as :func:`pooled_ratio` does.
     """
     above, below = _pairs(numerators, denominators)
-    estimate = pooled_ratio(numerators, denominators)
     if not below.all():
-        return Interval(estimate, math.nan, math.nan)
-    return _bootstrap(
-        estimate,
-        lambda chosen: above[chosen].sum(axis=1) / below[chosen].sum(axis=1),
-        len(above),
-        level,
-        num_resamples,
-        seed,
-    )
+        return math.nan, math.nan
+    chosen = _resamples(len(above), num_resamples, seed)
+    sums = above[chosen].sum(axis=1) / below[chosen].sum(axis=1)
+    return _percentiles(sums, level, len(above))
 
 
 def acceptance_by_position(tried: Sequence[int], accepted: Sequence[int]) -> list[float]:
@@ -142,23 +124,26 @@ def _pairs(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[
     return above, below
 
 
-def _bootstrap(
-    estimate: float,
-    statistic: Callable[[Integers], Floats],
-    num_samples: int,
-    level: float,
-    num_resamples: int,
-    seed: int,
-) -> Interval:
-    """``statistic`` takes sample indices ``[num_resamples, num_samples]``, one resample a row."""
-    if not 0.0 < level < 1.0:
-        raise ValueError(f"level is {level}, expected between 0 and 1")
+def _ratios(numerators: Sequence[float], denominators: Sequence[float]) -> Floats:
+    above, below = _pairs(numerators, denominators)
+    if not below.all():
+        raise ValueError("a denominator is 0")
+    return above / below
+
+
+def _resamples(num_samples: int, num_resamples: int, seed: int) -> Integers:
+    """Indices of samples drawn with replacement, one resample a row: ``[resamples, samples]``."""
     if num_resamples < 1:
         raise ValueError(f"num_resamples is {num_resamples}, expected 1 or more")
-    if num_samples == 1:
-        return Interval(estimate, math.nan, math.nan)
     generator = np.random.default_rng(seed)
-    chosen = generator.integers(0, num_samples, (num_resamples, num_samples))
+    return generator.integers(0, num_samples, (num_resamples, num_samples))
+
+
+def _percentiles(values: Floats, level: float, num_samples: int) -> tuple[float, float]:
+    if not 0.0 < level < 1.0:
+        raise ValueError(f"level is {level}, expected between 0 and 1")
+    if num_samples == 1:
+        return math.nan, math.nan
     tail = (1.0 - level) / 2.0
-    low, high = np.quantile(statistic(chosen), [tail, 1.0 - tail])
-    return Interval(estimate, float(low), float(high))
+    low, high = np.quantile(values, [tail, 1.0 - tail])
+    return float(low), float(high)

