@@ -92,7 +92,9 @@ def generate(model: Any, ids: list[int], max_tokens: int, **options: Any) -> lis
 
 def as_transformers(loaded: Any) -> Any:
     """A transformers model of the same weights as ``loaded``."""
-    model = transformers.AutoModelForCausalLM.from_config(loaded.hf_config, dtype=loaded.model.dtype)
+    model = transformers.AutoModelForCausalLM.from_config(
+        loaded.hf_config, dtype=loaded.model.dtype
+    )
     model.load_state_dict(dict(hf_tensors(loaded.model)), strict=False)
     model.tie_weights()
     return model.eval()

@@ -205,6 +205,15 @@ def test_long_sequences(family: str) -> None:
     check_cuts(hf, model, tokens, [1100, 60, 30, 8, 1, 1])
 
 
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_prompts_around_the_window(family: str) -> None:
+    """A prompt as long as the window is plainly causal, one token more is not."""
+    hf, model = tiny_pair(family, sliding_window=FOLD_LIMIT + 8, prefix_cache=False)
+    tokens = random_tokens(random.Random(0), FOLD_LIMIT + 9)
+    for length in (FOLD_LIMIT + 7, FOLD_LIMIT + 8, FOLD_LIMIT + 9):
+        check_cuts(hf, model, tokens[:length], [length])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hidden_states(family: str) -> None:
     """In the order asked for, repeats included, in a batch of a chain with a tree."""
@@ -230,16 +239,21 @@ def test_stop_at_a_depth(family: str) -> None:
     """The first layers with the final norm and the head equal a model cut there."""
     hf, model = tiny_pair(family)
     tokens = random_tokens(random.Random(0), 12)
+    model.kv.open("s")
+    batch = make_batch(model, [Work(seq_id="s", chain=tokens)])
+    every = model.forward(batch, hidden_layers=(0, 1, 2, 3)).hidden
+    assert every is not None
     for depth in range(4):
         cut = copy.deepcopy(hf)
         cut.model.layers = cut.model.layers[:depth]
         cut.model.config.num_hidden_layers = depth
         fresh = tiny_decoder(hf)
         fresh.kv.open("s")
-        batch = all_logits(make_batch(fresh, [Work(seq_id="s", chain=tokens)]))
-        out = fresh.forward(batch, num_layers=depth, hidden_layers=(depth,))
+        some = all_logits(make_batch(fresh, [Work(seq_id="s", chain=tokens)]))
+        out = fresh.forward(some, num_layers=depth, hidden_layers=(depth,))
         assert_close(out.logits, reference(cut, tokens))
         assert out.hidden is not None
+        assert_close(out.hidden, every[:, 32 * depth : 32 * depth + 32])
         written = [bool(layer.pool.any()) for layer in fresh.layers]
         assert written == [True] * depth + [False] * (3 - depth)
     with pytest.raises(ValueError, match="num_layers is 4"):

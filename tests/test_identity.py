@@ -60,7 +60,7 @@ PARAMS: dict[str, dict[str, Any]] = {
         "stop": ("stop", "k"),
     },
 }
-GREEDY = [name for name in PARAMS if name.startswith("greedy")]
+GREEDY = ["greedy", "greedy, penalties", "greedy, min_tokens", "greedy, stop strings"]
 
 
 def wanted(name: str, **more: Any) -> Request:
@@ -92,7 +92,7 @@ def test_every_verifier_is_bit_exact_when_greedy(verifier: str, drafter: str, pa
     assert answer.essence == plain(one)[0].essence
 
 
-@pytest.mark.parametrize("drafter", [d for d in DRAFTERS if d != "draft:bad,k=3"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_the_drafts_of_these_tests_are_accepted_and_rejected(
     drafter: str, temperature: float
@@ -103,7 +103,8 @@ def test_the_drafts_of_these_tests_are_accepted_and_rejected(
         for i in range(3)
     ]
     requests = [replace(r, params=replace(r.params, temperature=temperature)) for r in requests]
-    stats = total(a.seq.stats for a in make_engine().run(*requests))
+    # Peaked laws, so that a sampled text repeats itself too.
+    stats = total(a.seq.stats for a in make_engine(fake(scale=40.0)).run(*requests))
     assert stats.accepted > 5
     assert drafter in ("oracle", "liar") or stats.accepted < stats.drafted
     assert (drafter == "liar") == (stats.faults > 0)

@@ -29,6 +29,8 @@ class Work:
 
     Nodes before ``start`` sit in scratch already, computed by earlier forwards. ``logits``:
     whether rows are wanted for the last chain token (if there is a chain) and the new nodes.
+    ``apart``: read no slot but the sequence's own. Otherwise slots of others that lie between may
+    be read and masked, which is no protection against values that are not numbers.
     """
 
     seq_id: str
@@ -36,6 +38,7 @@ class Work:
     tree: TokenTree = field(default_factory=TokenTree.empty)
     start: int = 0
     logits: bool = True
+    apart: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -191,7 +194,7 @@ def _row(
     total = len(scratch)
     slots = np.concatenate([committed, scratch])
     first, last = int(slots.min()), int(slots.max()) + 1
-    in_place = last - first <= SPREAD * len(slots) + SLACK
+    in_place = not work.apart and last - first <= SPREAD * len(slots) + SLACK
     column = slots - first if in_place else np.arange(len(slots))
     num_keys = last - first if in_place else len(slots)
     in_order = num_keys == len(slots) and bool((column == np.arange(num_keys)).all())

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 
 from outrider import __version__
@@ -19,6 +18,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+)
+
+# Newer releases of typer carry a click of their own: take the base of its errors from there.
+ClickException: type[Any] = next(
+    base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
 )
 
 Model = Annotated[
@@ -224,10 +228,14 @@ def bench(
 
     Example: outrider bench -m smollm2-135m-instruct -d ngram:n=3,k=8 -d suffix:k=8 --json out.json
     """
+    from rich.progress import MofNCompleteColumn, Progress
+
     from outrider.bench.report import environment, print_table, write_json
     from outrider.bench.runner import Contender, compare
     from outrider.bench.workloads import load_prompts
+    from outrider.drafters import parse_spec
     from outrider.request import SamplingParams
+    from outrider.verify import make_verifier
 
     if json_path is not None and not json_path.parent.is_dir():
         raise ConfigError(f"--json {json_path}: the folder {json_path.parent} does not exist")
@@ -239,9 +247,24 @@ def bench(
         if d != "none"
         for v in verifier or ["coupled"]
     ]
+    for contender in contenders:
+        parse_spec(contender.drafter)
+        make_verifier(contender.verifier)
     _threads(threads)
     llm = _llm(model, "none", "coupled", dtype, draft_dtype, device, num_slots, prefix_cache=False)
-    rows = compare(llm, contenders, selected, params, repeats=repeats, seed=seed)
+    with Progress(
+        *Progress.get_default_columns(), MofNCompleteColumn(), console=_console(stderr=True)
+    ) as bar:
+        task = bar.add_task("answers", total=None)
+        rows = compare(
+            llm,
+            contenders,
+            selected,
+            params,
+            repeats=repeats,
+            seed=seed,
+            progress=lambda done, of: bar.update(task, completed=done, total=of),
+        )
     print_table(_console(), rows, model=model, dtype=dtype)
     if json_path is not None:
         settings = {
@@ -321,23 +344,23 @@ def _threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def _console() -> Any:
+def _console(*, stderr: bool = False) -> Any:
     from rich.console import Console
 
-    return Console()
+    return Console(stderr=stderr)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and exit: 0 done, 1 failed, 2 a mistake of the user, 130 interrupted."""
     try:
         app(args=arguments, standalone_mode=False)
-    except click.ClickException as error:
+    except ClickException as error:
         sys.exit(_complain(error.format_message(), 2))
     except UserError as error:
         sys.exit(_complain(str(error), 2))
     except Error as error:
         sys.exit(_complain(str(error), 1))
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(_complain("interrupted", 130))
     except BrokenPipeError:
         sys.stderr.close()

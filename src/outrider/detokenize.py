@@ -7,7 +7,7 @@ step and end in another.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import Any, Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -15,7 +15,9 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 class Tokenizer(Protocol):
     """What the loop needs of a tokenizer."""
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> Any:
+        """The text of one list of tokens, a string."""
+        ...
 
 
 class Detokenizer:
@@ -51,7 +53,7 @@ class Detokenizer:
 
     def _decode(self, start: int, stop: int) -> str:
         assert self._tokenizer is not None
-        return self._tokenizer.decode(self._ids[start:stop], skip_special_tokens=True)
+        return str(self._tokenizer.decode(self._ids[start:stop], skip_special_tokens=True))
 
     def _grow(self, piece: str, may_stop: bool) -> bool:
         self._prefix, self._decoded = self._decoded, len(self._ids)

@@ -14,7 +14,7 @@ from outrider.config import EngineConfig
 from outrider.detokenize import Tokenizer
 from outrider.drafters.base import Drafter, Feedback
 from outrider.emit import emit
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, ModelFault
 from outrider.models.base import Forward, Model
 from outrider.request import Event, FinishReason, Request, Sequence, TokenLogprob
 from outrider.sampling import NodeLaws
@@ -60,7 +60,7 @@ class Engine:
     def add(self, request: Request) -> list[Sequence]:
         """Queue a request: one sequence for each of its ``n``. Raises ConfigError, before anything
         is computed, if any part of it cannot be honoured."""
-        if f"{request.id}/0" in self._sequences:
+        if any(seq.request.id == request.id for seq in self._sequences.values()):
             raise ConfigError(f"request {request.id!r} is running already; give it another id")
         admission.check(request, self.target, self.tokenizer, self.config)
         drafter = self.drafter(request.drafter or self._defaults[0])
@@ -104,6 +104,8 @@ class Engine:
         """One forward of the target, and all that it decides."""
         clock = [time.perf_counter()]
         slots = self._scheduler.plan()
+        if not slots:
+            return []
         trees = self._draft(slots)
         clock.append(time.perf_counter())
         batch = self._batch(slots, trees)
@@ -128,7 +130,12 @@ class Engine:
             budgets = [slots[i].budget for i in mine]
             proposed = drafter.propose([slots[i].seq for i in mine], budgets)
             for i, tree, budget in zip(mine, proposed, budgets, strict=True):
-                if tree is None or not tree.is_sound(self.target.vocab_size):
+                chains_only = slots[i].seq.verifier.chains_only
+                if (
+                    tree is None
+                    or not tree.is_sound(self.target.vocab_size)
+                    or (chains_only and not tree.is_chain)
+                ):
                     slots[i].seq.stats.faults += 1
                 else:
                     trees[i] = tree.truncate(budget.num_nodes, budget.depth)
@@ -141,7 +148,7 @@ class Engine:
                 seq_id=slot.seq.id,
                 chain=slot.seq.tokens[target.kv.length(slot.seq.id) : slot.stop],
                 tree=tree,
-                logits=slot.complete,
+                apart=slot.seq.suspect,
             )
             for slot, tree in zip(slots, trees, strict=True)
         ]
@@ -151,13 +158,16 @@ class Engine:
 
     def _verify(
         self, slots: list[Slot], trees: list[TokenTree], batch: ForwardBatch, forward: Forward
-    ) -> list[Verdict | None]:
-        """What each complete sequence keeps. None where nothing can be decided: the prompt is not
-        complete, or the logits are not numbers."""
-        verdicts: list[Verdict | None] = []
+    ) -> list[Verdict | ModelFault | None]:
+        """What each sequence keeps; None while its tokens are not complete. All logits are looked
+        at, also inside a prompt: values that are not numbers are never committed."""
+        verdicts: list[Verdict | ModelFault | None] = []
         for slot, tree, rows in zip(slots, trees, batch.logit_rows, strict=True):
             logits = forward.logits[rows].cpu()
-            if not slot.complete or not bool(torch.isfinite(logits.amax(-1)).all()):
+            if not bool(torch.isfinite(logits.amax(-1)).all()):
+                verdicts.append(ModelFault("the model's logits are not finite numbers"))
+                continue
+            if not slot.complete:
                 verdicts.append(None)
                 continue
             seq = slot.seq
@@ -171,7 +181,7 @@ class Engine:
         trees: list[TokenTree],
         batch: ForwardBatch,
         forward: Forward,
-        verdicts: list[Verdict | None],
+        verdicts: list[Verdict | ModelFault | None],
         layers: list[int],
     ) -> list[Event]:
         """Tokens, KV, counters, what drafters learn, events: for a list of tokens, always."""
@@ -179,8 +189,8 @@ class Engine:
         lessons: list[tuple[Sequence, Feedback]] = []
         for i, (slot, tree, verdict) in enumerate(zip(slots, trees, verdicts, strict=True)):
             seq = slot.seq
-            if slot.complete and verdict is None:
-                events += self._fault(seq, tree)
+            if isinstance(verdict, ModelFault):
+                events += self._fault(seq, verdict)
                 continue
             start, old = self.target.kv.length(seq.id), len(seq.tokens)
             chain = seq.tokens[start : slot.stop]
@@ -209,20 +219,19 @@ class Engine:
                 self._release(slot.seq)
         return events
 
-    def _fault(self, seq: Sequence, tree: TokenTree) -> list[Event]:
-        """The target's logits are not numbers. With drafts in the step these may be the reason:
-        compute it again without, and draft no more for this sequence. Otherwise it fails, alone."""
+    def _fault(self, seq: Sequence, fault: ModelFault) -> list[Event]:
+        """Keep nothing of the step. Drafts may be the reason, or another sequence's values among
+        this one's: from now on it is computed without either. If that fails too, it ends."""
         kv = self.target.kv
         seq.stats.faults += 1
         self.target.scrub(kv.scratch(seq.id).tolist())
-        if len(tree):
-            seq.num_draft = 0
-            kv.commit(seq.id, np.empty(0, np.int64), ())
+        kv.commit(seq.id, np.empty(0, np.int64), ())
+        if not seq.suspect:
+            seq.suspect, seq.num_draft = True, 0
             return []
-        kv.clear()  # an earlier chunk of this prompt may have left such values in the index
-        self.target.scrub(kv.slots(seq.id).tolist())
         seq.finish = FinishReason.ERROR
-        return [self._event(seq, len(seq.tokens), [], "the model's logits are not finite numbers")]
+        seq.detokenizer.finish()
+        return [self._event(seq, len(seq.tokens), [], str(fault))]
 
     def _event(
         self, seq: Sequence, old: int, logprobs: list[TokenLogprob], error: str | None = None

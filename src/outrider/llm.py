@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 from outrider.config import EngineConfig
-from outrider.drafters import make_drafter
+from outrider.drafters import make_drafter, parse_spec
 from outrider.drafters.base import DrafterContext
 from outrider.engine import Engine
 from outrider.errors import ModelFault
@@ -16,6 +17,7 @@ from outrider.metrics import Stats
 from outrider.models.base import Model
 from outrider.models.load import LoadedModel, load, same_vocabulary
 from outrider.request import FinishReason, Request, SamplingParams, Sequence, TokenLogprob
+from outrider.verify import make_verifier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,15 +55,14 @@ class LLM:
         config: EngineConfig | None = None,
         progress: bool = False,
     ) -> None:
-        self._options = {
-            "device": device,
-            "num_slots": num_slots,
-            "prefix_cache": prefix_cache,
-            "progress": progress,
-        }
-        self.target = load(model, dtype=dtype, **self._options)
+        parse_spec(drafter)  # a mistake in it is reported before a model is loaded
+        make_verifier(verifier)
+        self._load = partial(
+            load, device=device, num_slots=num_slots, prefix_cache=prefix_cache, progress=progress
+        )
+        self.target = self._load(model, dtype=dtype)
         self._draft_dtype = draft_dtype or dtype
-        self._drafts: dict[str, LoadedModel] = {}
+        self.drafts: dict[str, LoadedModel] = {}
         self._ids = count()
         context = DrafterContext(
             vocab_size=self.target.model.vocab_size, load_draft=self._load_draft
@@ -75,14 +76,14 @@ class LLM:
             verifier=verifier,
             config=config,
         )
-        self.engine.drafter(drafter)  # a drafter that cannot be made is reported now
+        self.engine.drafter(drafter)
 
     def _load_draft(self, name: str) -> Model:
-        if name not in self._drafts:
-            draft = load(name, dtype=self._draft_dtype, **self._options)
+        if name not in self.drafts:
+            draft = self._load(name, dtype=self._draft_dtype)
             same_vocabulary(self.target, draft)
-            self._drafts[name] = draft
-        return self._drafts[name].model
+            self.drafts[name] = draft
+        return self.drafts[name].model
 
     def encode(self, prompt: str | Seq[dict[str, str]], *, chat: bool = True) -> list[int]:
         """Token ids of a prompt: a text, put into the model's chat template as the user's turn
@@ -92,6 +93,10 @@ class LLM:
         if chat:
             return self.target.chat([{"role": "user", "content": prompt}])
         return self.target.encode(prompt)
+
+    def decode(self, tokens: Seq[int]) -> str:
+        """The text of tokens, without special ones."""
+        return str(self.target.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def submit(
         self,

@@ -21,7 +21,8 @@ class Stats:
     computed a part of a prompt only. ``accepted`` counts accepted draft tokens that were emitted,
     so ``accepted <= drafted`` and ``accepted <= tokens``. ``tried_at[i]`` and ``accepted_at[i]``
     belong to depth i + 1 of the draft: a depth is tried where every depth before it was accepted.
-    ``faults`` counts steps that went on without drafts because drafting failed. ``seconds`` is
+    ``faults`` counts steps that went on without drafts because drafting failed, and steps that
+    gave nothing because the target's logits were no numbers. ``seconds`` is
     wall time spent in the steps of the sequence (shared by all sequences of a step).
     """
 
@@ -59,19 +60,20 @@ class Stats:
         """One forward: the draft it verified and how many tokens of the verdict were emitted.
 
         ``verdict`` None: a part of a prompt was computed. Drafts behind the end of the sequence
-        count as drafted, not as accepted.
+        count as drafted, not as accepted; probe nodes are no drafts.
         """
         if verdict is None:
             self.prompt_forwards += 1
             return
         self.target_forwards += 1
         self.tokens += emitted
-        self.drafted += len(tree)
+        self.drafted += len(tree) if tree.probe is None else int((~tree.probe).sum())
         accepted = min(len(verdict.path), emitted)
         self.accepted += accepted
         ended_inside = emitted <= len(verdict.path)
         last = verdict.path[-1] if verdict.path else ROOT
-        tried = accepted if ended_inside or not tree.children(last) else accepted + 1
+        untried = all(tree.is_probe(child) for child in tree.children(last))
+        tried = accepted if ended_inside or untried else accepted + 1
         while len(self.tried_at) < tried:
             self.tried_at.append(0)
             self.accepted_at.append(0)

@@ -161,7 +161,8 @@ class Event:
 class Sequence:
     """One answer being written. ``tokens`` holds prompt and output; never a speculative token.
 
-    How far the model has computed it is known to the model's KV cache alone.
+    How far the model has computed it is known to the model's KV cache alone. ``suspect``: a step
+    gave it logits that are no numbers; it is computed without drafts, and apart from others.
     """
 
     id: str
@@ -179,6 +180,7 @@ class Sequence:
     sibling: Sequence | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: FinishReason | None = None
+    suspect: bool = False
     output_counts: Counter[int] = field(default_factory=Counter)
 
     @property

@@ -64,7 +64,7 @@ def first_difference(
         position=position,
         expected=expected[position],
         got=got[position],
-        gap=float((logits.max() - pair.min())),
+        gap=float(logits.max() - pair.min()),
         tolerance=ULPS * eps * float(logits.abs().max()),
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from outrider.bench.neartie import Difference, first_difference
-from outrider.bench.statistics import median, pooled_ratio_interval
+from outrider.bench.statistics import median, pooled_interval
 from outrider.bench.workloads import Prompt
 from outrider.llm import LLM, completion
 from outrider.metrics import Stats, total
@@ -153,9 +153,7 @@ def _measure(
                     if progress is not None:
                         progress(len(samples), steps)
                 plain = _find(samples, PLAIN, number, repeat)
-                messages.append(
-                    {"role": "assistant", "content": llm.target.decode(list(plain.tokens))}
-                )
+                messages.append({"role": "assistant", "content": llm.decode(plain.tokens)})
                 number += 1
     return samples
 
@@ -204,7 +202,7 @@ def _row(
     plain = [_find(samples, PLAIN, s.prompt, s.repeat) for s in mine]
     # Plain decoding's seconds a token over the contender's, pooled: with equal tokens the ratio
     # of the seconds alone.
-    interval = pooled_ratio_interval(
+    low, high = pooled_interval(
         [p.seconds * len(m.tokens) / len(p.tokens) for m, p in zip(mine, plain, strict=True)],
         [m.seconds for m in mine],
         seed=seed,
@@ -224,8 +222,8 @@ def _row(
         token_match=sum(m.tokens == p.tokens for m, p in zip(mine, plain, strict=True)) / len(mine),
         tokens_per_second=median(rates),
         speedup=median([a / b for a, b in zip(rates, plain_rates, strict=True)]),
-        speedup_low=_known(interval.low),
-        speedup_high=_known(interval.high),
+        speedup_low=_known(low),
+        speedup_high=_known(high),
         acceptance_length=stats.acceptance_length,
         acceptance_rate=stats.acceptance_rate,
         acceptance_by_position=stats.acceptance_by_position,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 import typing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
@@ -40,90 +40,87 @@ def describe() -> list[str]:
     """One line per drafter: its specification with all options and their defaults."""
     lines: list[str] = []
     for name in known_drafters():
-        if name == "ensemble":
-            lines.append("ensemble:[SPEC,SPEC,...]")
-            continue
-        parameters = inspect.signature(_factory(name)).parameters.values()
-        arguments = [p.name.upper() for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
-        options = [
-            f"{p.name}={p.default}"
-            for p in parameters
-            if p.kind is p.KEYWORD_ONLY and p.name != "context"
-        ]
-        rest = ",".join(arguments + options)
+        shape = _Shape.of(name)
+        options = [f"{key}={shape.defaults[key]}" for key in shape.options]
+        members = ["[SPEC,SPEC,...]"] if shape.has_members else []
+        rest = ",".join([argument.upper() for argument in shape.arguments] + members + options)
         lines.append(f"{name}:{rest}" if rest else name)
     return lines
 
 
-def _factory(name: str) -> Any:
-    module, _, attribute = known_drafters()[name].partition(":")
-    return getattr(import_module(module), attribute)
-
-
 def make_drafter(spec: str, context: DrafterContext) -> Drafter:
     """The drafter that ``spec`` describes. Raises ConfigError naming the part that is wrong."""
+    return parse_spec(spec).make(context)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A specification that was understood: what to call, and with what."""
+
+    spec: str
+    shape: _Shape
+    arguments: tuple[str, ...]
+    options: dict[str, Any]
+    members: tuple[Plan, ...]
+
+    def make(self, context: DrafterContext) -> Drafter:
+        """Make the drafter; members of an ensemble get streams of noise of their own."""
+        values = dict(self.options)
+        if self.shape.has_context:
+            values["context"] = context
+        if self.shape.has_members:
+            values["members"] = [
+                member.make(replace(context, stream=number))
+                for number, member in enumerate(self.members)
+            ]
+        return typing.cast(Drafter, self.shape.factory(self.spec, *self.arguments, **values))
+
+
+def parse_spec(spec: str) -> Plan:
+    """Understand a specification without making anything. Raises ConfigError."""
     name, _, rest = spec.strip().partition(":")
     known = known_drafters()
     if name not in known:
         raise ConfigError(f"unknown drafter {name!r} in {spec!r}; known: {', '.join(known)}")
-    factory = _factory(name)
-    if name == "ensemble":
-        return typing.cast(Drafter, factory(spec, _members(spec, rest, context)))
-    return _construct(factory, spec, _split(rest), context)
+    shape = _Shape.of(name)
+    members: tuple[Plan, ...] = ()
+    if shape.has_members:
+        match = re.fullmatch(r"\[(.*)\]", rest)
+        if match is None:
+            raise ConfigError(f"drafter {spec!r}: expected {name}:[spec,spec,...]")
+        members = tuple(parse_spec(member) for member in _split_members(match[1]))
+        rest = ""
+    parts = [part.strip() for part in rest.split(",") if part.strip()]
+    arguments = tuple(part for part in parts if "=" not in part)
+    if len(arguments) != len(shape.arguments):
+        wanted = ", ".join(shape.arguments).upper() or "no argument"
+        raise ConfigError(
+            f"drafter {spec!r}: expected {wanted} before the options, got "
+            f"{', '.join(arguments) or 'none'}"
+        )
+    options: dict[str, Any] = {}
+    for part in parts:
+        key, equals, text = part.partition("=")
+        if not equals:
+            continue
+        if key not in shape.options:
+            known_options = ", ".join(shape.options) or "none"
+            raise ConfigError(f"drafter {spec!r}: unknown option {key!r}; known: {known_options}")
+        if key in options:
+            raise ConfigError(f"drafter {spec!r}: option {key!r} is given twice")
+        options[key] = _value(spec, key, text, shape.options[key])
+    return Plan(spec, shape, arguments, options, members)
 
 
-def _split(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _members(spec: str, rest: str, context: DrafterContext) -> list[Drafter]:
-    """A comma starts a new member where the name of a drafter follows, otherwise an option."""
-    if not re.fullmatch(r"\[.*\]", rest):
-        raise ConfigError(f"drafter {spec!r}: expected ensemble:[spec,spec,...]")
+def _split_members(text: str) -> list[str]:
+    """Split at the commas that a drafter's name follows; other commas separate its options."""
     members: list[str] = []
-    for part in _split(rest[1:-1].replace(";", ",")):
-        starts = "=" not in part.partition(":")[0] and part.partition(":")[0] in known_drafters()
-        if starts or not members:
+    for part in (part.strip() for part in text.split(",")):
+        if part.partition(":")[0] in known_drafters() or not members:
             members.append(part)
         else:
-            members[-1] += "," + part if ":" in members[-1] else ":" + part
-    return [
-        make_drafter(member, replace(context, stream=number))
-        for number, member in enumerate(members)
-    ]
-
-
-def _construct(factory: Any, spec: str, parts: list[str], context: DrafterContext) -> Drafter:
-    parameters = inspect.signature(factory).parameters
-    hints = typing.get_type_hints(factory.__init__)
-    options = {
-        name: hints[name]
-        for name, parameter in parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY and name != "context"
-    }
-    arguments = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and name != "name"
-    ]
-    given = [part for part in parts if "=" not in part]
-    if len(given) != len(arguments):
-        wanted = ", ".join(arguments).upper() or "no argument"
-        raise ConfigError(f"drafter {spec!r}: expected {wanted} before the options, got {given}")
-    values: dict[str, Any] = {}
-    for part in parts:
-        if "=" in part:
-            key, _, text = part.partition("=")
-            if key not in options:
-                raise ConfigError(
-                    f"drafter {spec!r}: unknown option {key!r}; known: {', '.join(options)}"
-                )
-            if key in values:
-                raise ConfigError(f"drafter {spec!r}: option {key!r} is given twice")
-            values[key] = _value(spec, key, text, options[key])
-    if "context" in parameters:
-        values["context"] = context
-    return typing.cast(Drafter, factory(spec, *given, **values))
+            members[-1] += ("," if ":" in members[-1] else ":") + part
+    return members
 
 
 def _value(spec: str, key: str, text: str, kind: type) -> Any:
@@ -136,3 +133,40 @@ def _value(spec: str, key: str, text: str, kind: type) -> Any:
         except ValueError:
             pass
     raise ConfigError(f"drafter {spec!r}: {key} is {text!r}, expected {kind.__name__}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What a drafter's class takes: arguments, options with types and defaults, and more."""
+
+    factory: Any
+    arguments: tuple[str, ...]
+    options: dict[str, type]
+    defaults: dict[str, Any]
+    has_context: bool
+    has_members: bool
+
+    @classmethod
+    def of(cls, name: str) -> _Shape:
+        module, _, attribute = known_drafters()[name].partition(":")
+        factory = getattr(import_module(module), attribute)
+        parameters = inspect.signature(factory).parameters
+        hints = typing.get_type_hints(factory.__init__)
+        special = ("name", "context", "members")
+        options = [
+            p.name
+            for p in parameters.values()
+            if p.kind is p.KEYWORD_ONLY and p.name not in special
+        ]
+        return cls(
+            factory=factory,
+            arguments=tuple(
+                p.name
+                for p in parameters.values()
+                if p.kind is p.POSITIONAL_OR_KEYWORD and p.name not in special
+            ),
+            options={key: hints[key] for key in options},
+            defaults={key: parameters[key].default for key in options},
+            has_context="context" in parameters,
+            has_members="members" in parameters,
+        )

@@ -100,17 +100,17 @@ class DraftModel:
         }
         self._grow(list(growths.values()))
         trees: list[TokenTree | None] = []
-        for seq, root in zip(seqs, roots, strict=True):
+        for seq in seqs:
             growth = growths.get(seq.id)
             if growth is None:
                 trees.append(TokenTree.empty())
                 continue
             if growth.failed:
-                self._drop(seq.id)
+                self.model.scrub(self.model.kv.scratch(seq.id).tolist())
+            self.model.kv.commit(seq.id, np.empty(0, np.int64), ())
+            if growth.failed:
                 trees.append(None)
                 continue
-            assert root is not None
-            self.model.kv.commit(seq.id, np.empty(0, np.int64), ())
             tree = growth.tree()
             trees.append(tree if growth.drawn else tree.best(growth.budget.num_nodes))
         return trees
@@ -159,7 +159,7 @@ class DraftModel:
                 result.append(None)
                 continue
             finite = bool(torch.isfinite(row.amax(-1)).all())
-            if finite:  # otherwise growing finds out, and the sequence is dropped
+            if finite:  # otherwise growing finds out, and nothing is kept
                 chain = seq.tokens[kv.length(seq.id) :][: len(kv.scratch(seq.id))]
                 kv.commit(seq.id, np.arange(len(chain)), chain)
             result.append(row if is_ready or not finite else None)
@@ -183,13 +183,6 @@ class DraftModel:
         if missing > 0:  # rows that only pad the target's vocabulary
             logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
         return [logits[rows, : self._vocab_size] for rows in batch.logit_rows]
-
-    def _drop(self, seq_id: str) -> None:
-        """Forget a sequence whose numbers are not numbers, and what they may have touched."""
-        kv = self.model.kv
-        self.model.scrub([*kv.slots(seq_id).tolist(), *kv.scratch(seq_id).tolist()])
-        kv.clear()
-        kv.close(seq_id)
 
     # Growing.
 

@@ -53,13 +53,17 @@ HUB_FILES = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja", "merges.tx
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRow:
-    """A line of the list of models. ``size`` in bytes; ``path``: where the file is, or would be."""
+    """A line of the list of models. ``size``: of the file, to be read by people.
+
+    ``path``: where the file is, or would be.
+    """
 
     name: str
     title: str
     parameters: str
     licence: str | None
-    size: int
+    size: str
+    num_bytes: int
     cached: bool
     path: Path
 
@@ -80,7 +84,8 @@ def list_models() -> list[ModelRow]:
             title=model.title,
             parameters=model.parameters,
             licence=model.licence,
-            size=model.size,
+            size=f"{model.size / 1e6:.0f} MB",
+            num_bytes=model.size,
             cached=cached(model) is not None,
             path=_final(model),
         )

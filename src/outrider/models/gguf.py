@@ -172,7 +172,7 @@ class _Reader:
                 "take a file in another quantisation, such as Q4_K_M or Q8_0"
             ) from None
         block, size = GGML_QUANT_SIZES[kind]
-        if not shape or shape[-1] % block:
+        if not shape or min(shape) < 1 or shape[-1] % block:
             raise BadFile(f"{self.path}: {name!r} of shape {shape} cannot be of type {kind.name}")
         num_bytes = math.prod(shape) // block * size
         if start + num_bytes > len(self.data):

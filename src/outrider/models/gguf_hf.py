@@ -22,7 +22,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
     convert_gguf_tokenizer,
 )
 
-from outrider.errors import BadFile, UnsupportedModel
+from outrider.errors import BadFile, UnsupportedModel, UserError
 from outrider.models.gguf import GgufFile
 from outrider.models.rope import Rope
 
@@ -92,7 +92,12 @@ def read_config(file: GgufFile) -> PreTrainedConfig:
         "eos_token_id": file.get("tokenizer.ggml.eos_token_id"),
         "pad_token_id": file.get("tokenizer.ggml.padding_token_id"),
     }
-    config: PreTrainedConfig = AutoConfig.for_model(**common, **_CONFIGS[architecture](file))
+    try:
+        config: PreTrainedConfig = AutoConfig.for_model(**common, **_CONFIGS[architecture](file))
+    except UserError:
+        raise
+    except Exception as error:  # values of the wrong kind
+        raise BadFile(f"{file.path}: its metadata is no valid configuration: {error}") from None
     return config
 
 

@@ -21,8 +21,11 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from outrider.errors import BadFile, ConfigError, ModelNotFound, UnsupportedModel
 from outrider.models import fetch as fetching
 from outrider.models.catalog import CATALOG, find
+from outrider.models.fetch import ModelRow, list_models
 from outrider.models.gguf import GgufFile
 from outrider.models.gguf_hf import read_config, read_tokenizer, read_weights, stated_ends
+
+__all__ = ["LoadedModel", "ModelRow", "list_models", "load", "locate", "same_vocabulary"]
 
 if TYPE_CHECKING:
     from outrider.models.config import DecoderConfig
