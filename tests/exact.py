@@ -131,6 +131,7 @@ class Drafts:
         def grow(parent: int, prefix: Prefix, nodes: tuple[Node, ...]) -> None:
             rows: dict[int, int] = {}
             rest: dict[int, list[float]] = {}
+            given: set[int] = set()
             for node in nodes:
                 if node.source == FIXED:
                     row = FIXED
@@ -148,10 +149,11 @@ class Drafts:
                         if not self.replacement:
                             left[token] = 0.0
                     elif self.pad:
-                        token = 0
+                        token = next(x for x in range(len(left)) if x not in given)
                     else:
                         continue
                 index = len(tokens)
+                given.add(token)
                 tokens.append(token)
                 parents.append(parent)
                 law.append(row)

@@ -195,7 +195,8 @@ class FakeModel:
 
     def _spread(self, states: Words, key: Words, num: int) -> npt.NDArray[np.float64]:
         """``[len(states), num]`` numbers from -1 to 1."""
-        lanes = _mix(_mix(key) + np.arange(num, dtype=np.uint64))
+        lanes: Words = np.arange(num, dtype=np.uint64)
+        lanes = _mix(_mix(key) + lanes)
         words = _mix(states[:, None] + lanes[None, :])
         return (words >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1.0
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from fake_model import FakeModel
 
+from fake_model import FakeModel
 from outrider.config import EngineConfig
 from outrider.drafters import make_drafter
 from outrider.drafters.base import Budget, Drafter, DrafterContext, Feedback, Needs
@@ -59,7 +60,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "short": {"noise": 3.0, "context_length": 24},
     "small": {"noise": 3.0, "num_slots": 40},
     "padded": {"noise": 3.0, "vocab_size": VOCAB + 3},
-    "narrow": {"noise": 3.0, "vocab_size": VOCAB - 3},
+    "narrow": {"noise": 3.0, "vocab_size": VOCAB - 1},
 }
 """Draft models by name, as differences to the target's options."""
 
@@ -137,10 +138,12 @@ class Harness:
     target: FakeModel
     drafts: dict[str, FakeModel]
     answers: dict[str, Answer] = field(default_factory=dict)
+    all_answers: list[Answer] = field(default_factory=list)  # an id may be used again
 
     def add(self, *requests: Request) -> list[Answer]:
         made = [Answer(seq) for request in requests for seq in self.engine.add(request)]
         self.answers |= {answer.seq.id: answer for answer in made}
+        self.all_answers += made
         return made
 
     def step(self) -> list[Event]:
@@ -181,6 +184,12 @@ class Harness:
                 if seq.id in model.kv:
                     assert len(model.kv.scratch(seq.id)) == 0, f"{seq.id} keeps scratch slots"
                     assert model.kv.length(seq.id) <= len(seq.tokens)
+        texts = [answer.seq.tokens for answer in self.all_answers]
+        for model in (self.target, *self.drafts.values()):
+            for known in indexed(model):
+                assert any(text[: len(known)] == known for text in texts), (
+                    "the prefix index holds tokens that were never committed"
+                )
 
     def run(self, *requests: Request, arrivals: Seq[int] = ()) -> list[Answer]:
         """Answers in order; request i joins before step ``arrivals[i]`` (0 without)."""
@@ -204,6 +213,15 @@ class Harness:
             model.kv.clear()
             model.kv.check()
             assert model.kv.num_free == model.kv.num_slots, "slots leaked"
+
+
+def indexed(model: FakeModel) -> list[list[int]]:
+    """The texts that the prefix index of a model knows, one for each block."""
+    texts: dict[int, list[int]] = {0: []}
+    for block in sorted(model.kv._blocks.values(), key=lambda block: block.id):
+        parent, tokens = block.key
+        texts[block.id] = [*texts[parent], *tokens]
+    return [text for block, text in texts.items() if block]
 
 
 def request(
@@ -245,7 +263,7 @@ def plain(wanted: Request, end_tokens: Seq[int] = (END,), **target: Any) -> list
     return list(_plain(wanted.prompt, key, bias, tuple(end_tokens), options))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _plain(
     prompt: tuple[int, ...],
     values: tuple[tuple[str, Any], ...],

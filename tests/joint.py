@@ -10,22 +10,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import cast
 
 import numpy as np
 import torch
-from fake_model import FakeModel
 from scipy.optimize import brentq
 from scipy.stats import chi2, ncx2
 
+from fake_model import FakeModel
 from outrider.config import EngineConfig
 from outrider.drafters import make_drafter
 from outrider.drafters.base import Budget, Drafter, DrafterContext, Feedback, Needs
 from outrider.engine import Engine
 from outrider.metrics import Stats, total
-from outrider.request import Request, SamplingParams, Sequence
+from outrider.request import Request, SamplingParams, Sequence, sequence_seed
 from outrider.sampling import Noise, Role, law
 from outrider.tree import TokenTree
 from outrider.verify import Verifier
@@ -102,23 +102,28 @@ class World:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Case:
-    """What one request asks for. A verifier or noise given as an object takes the place of the
-    engine's own, so that wrong ones can be tried."""
+    """What is asked for, ``num`` times, in requests of ``n`` sequences; request i has the seed
+    ``seed + i``. A verifier or noise given as an object takes the place of the engine's own, so
+    that wrong ones can be tried."""
 
     drafter: str
     verifier: str | Verifier
     params: SamplingParams
+    seed: int
+    num: int
+    n: int
     noise: Callable[[int], Noise] | None = None
 
 
 @dataclass(kw_only=True)
 class Sample:
-    """Outputs of one case, counted. ``by_seed``: the output of each request seed and index."""
+    """The outputs of one case. ``by_seed``: the output of each request's seed and index;
+    ``num_rounds`` counts the sequences by the target forwards they took."""
 
     counts: Counter[Outcome] = field(default_factory=Counter)
-    stats: Stats = field(default_factory=Stats)
     by_seed: dict[tuple[int, int], Outcome] = field(default_factory=dict)
     num_rounds: Counter[int] = field(default_factory=Counter)
+    stats: Stats = field(default_factory=Stats)
 
     def add(self, seqs: Seq[Sequence]) -> None:
         for seq in seqs:
@@ -129,29 +134,14 @@ class Sample:
         self.stats = total([self.stats, *(seq.stats for seq in seqs)])
 
 
-def sample(
-    engine: Engine, prompt: tuple[int, ...], cases: Seq[Case], *, num: int, seed: int, n: int
-) -> list[Sample]:
-    """``num`` outputs of every case, in requests of ``n``; the cases take turns, so that requests
-    of all of them share the engine's steps. Request i of every case has the seed ``seed + i``."""
+def sample(engine: Engine, prompt: tuple[int, ...], cases: Seq[Case]) -> list[Sample]:
+    """The sample of each case. Requests of the cases take turns, so that all share the engine's
+    steps."""
     made: list[list[Sequence]] = [[] for _ in cases]
-    for i in range(num // n):
+    for i in range(max(case.num // case.n for case in cases)):
         for number, case in enumerate(cases):
-            wrong = not isinstance(case.verifier, str)
-            request = Request(
-                id=f"{number}-{i}",
-                prompt=prompt,
-                params=_seeded(case.params, seed + i, n),
-                drafter=case.drafter,
-                verifier="traversal" if wrong else cast(str, case.verifier),
-            )
-            seqs = engine.add(request)
-            for seq in seqs:
-                if wrong:
-                    seq.verifier = cast(Verifier, case.verifier)
-                if case.noise is not None:
-                    seq.noise = case.noise(1_000_003 * seed + n * i + seq.index)
-            made[number] += seqs
+            if i < case.num // case.n:
+                made[number] += _add(engine, prompt, case, f"{number}-{i}", i)
     for event in engine.run():
         assert event.error is None, event.error
     samples = [Sample() for _ in cases]
@@ -160,9 +150,24 @@ def sample(
     return samples
 
 
-def _seeded(params: SamplingParams, seed: int, n: int) -> SamplingParams:
-    values = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
-    return SamplingParams(**(values | {"seed": seed, "n": n}))
+def _add(
+    engine: Engine, prompt: tuple[int, ...], case: Case, request_id: str, i: int
+) -> list[Sequence]:
+    seqs = engine.add(
+        Request(
+            id=request_id,
+            prompt=prompt,
+            params=replace(case.params, seed=case.seed + i, n=case.n),
+            drafter=case.drafter,
+            verifier=case.verifier if isinstance(case.verifier, str) else "traversal",
+        )
+    )
+    for seq in seqs:
+        if not isinstance(case.verifier, str):
+            seq.verifier = case.verifier
+        if case.noise is not None:
+            seq.noise = case.noise(sequence_seed(seq.params, seq.index))
+    return seqs
 
 
 @dataclass(frozen=True)
@@ -180,8 +185,8 @@ class Fit:
 def fit(counts: Counter[Outcome], exact: Law, *, length: int | None = None) -> Fit:
     """Pearson's statistic of ``counts`` against ``exact``, of the first ``length`` tokens.
 
-    Cells of an expectation below 5 are pooled, least likely first. An impossible outcome gives an
-    infinite statistic.
+    Outcomes of an expectation below 5 share cells, the least likely ones first. An impossible
+    outcome gives an infinite statistic.
     """
     probs = _prefix(exact, length)
     seen = _prefix(counts, length)
@@ -197,6 +202,8 @@ def fit(counts: Counter[Outcome], exact: Law, *, length: int | None = None) -> F
         if low_expected >= 5.0:
             cells.append((low_expected, low_seen))
             low_expected = low_seen = 0.0
+    if low_expected and cells:
+        cells[-1] = (cells[-1][0] + low_expected, cells[-1][1] + low_seen)
     statistic = sum((observed - expected) ** 2 / expected for expected, observed in cells)
     return Fit(statistic, len(cells) - 1)
 
@@ -260,8 +267,8 @@ def like_the_target(noise: Noise, q: torch.Tensor, place: Place) -> int:
 class ShapeDrafter:
     """Fills a tree of fixed shape from draft model 1, by ``draw``.
 
-    ``laws``: say that the tokens were drawn, from the draft's laws, with replacement unless
-    ``without``. ``law_params``: draw from a law of other parameters than the one that is told.
+    ``laws``: whether the tree says that its tokens were drawn from the draft's laws, and then
+    ``replacement``: whether it says with replacement.
     """
 
     needs = Needs()

@@ -115,18 +115,17 @@ def test_growing_tree(model: FakeModel) -> None:
     """Level by level, as a drafter grows it; the nodes before ``start`` are in scratch."""
     model.kv.open("a")
     compute(model, "a", PROMPT)
-    tree = TokenTree(tokens=np.array([3, 7]), parents=np.array([ROOT, ROOT]))
-    start = 0
-    for parents in ([0, 0, 1], [3, 2, 2], [5]):
-        batch, (logits,) = forward(model, [Work(seq_id="a", tree=tree, start=start)])
-        expect(model, logits, tree_paths(PROMPT, tree, start))
-        assert batch.num_tokens == len(tree) - start
+    tree = TokenTree.empty()
+    for parents in ([ROOT, ROOT], [0, 0, 1], [3, 2, 2], [5]):
         start = len(tree)
         tree = TokenTree(
             tokens=np.append(tree.tokens, [start + i for i in range(len(parents))]),
             parents=np.append(tree.parents, parents),
         )
-    assert len(model.kv.scratch("a")) == start
+        batch, (logits,) = forward(model, [Work(seq_id="a", tree=tree, start=start)])
+        expect(model, logits, tree_paths(PROMPT, tree, start))
+        assert batch.num_tokens == len(parents)
+    assert len(model.kv.scratch("a")) == len(tree)
 
 
 def test_accepted_path_leaves_holes(model: FakeModel) -> None:

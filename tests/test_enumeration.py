@@ -123,10 +123,13 @@ def test_trees(shape: str, verifier: Verifier, replacement: bool, kind: str) -> 
 @pytest.mark.parametrize("verifier", ON_TREES, ids=name)
 def test_the_law_runs_out_of_tokens(verifier: Verifier) -> None:
     """A top-k race over a law of fewer than k tokens gives tokens that the law cannot give."""
-    target, drafts = tables("zeros in q")
-    assert_exact(Drafts(grid(3, 1), tuple(drafts), pad=True).propose, verifier, target)
-    target, drafts = tables("zeros in both")
-    assert_exact(Drafts(grid(3, 1), tuple(drafts), pad=True).propose, verifier, target)
+    for seed in range(4):
+        target = random_table(seed, 3, 3, zeros=seed % 2 == 1)
+        draft = random_table(seed + 10, 3, 3, zeros=True)
+        draft[()] = torch.tensor([0.0, 0.3, 0.7], dtype=torch.float64)
+        assert_exact(Drafts(grid(3, 2), (draft,), pad=True).propose, verifier, target)
+        draft[()] = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
+        assert_exact(Drafts(grid(2, 1), (draft,), pad=True).propose, verifier, target)
 
 
 @pytest.mark.parametrize("verifier", ON_TREES, ids=name)

@@ -7,8 +7,8 @@ from itertools import product
 from typing import Any
 
 import pytest
-from harness import fake, make_engine, plain, prompt_of, request, text_of
 
+from harness import fake, make_engine, plain, prompt_of, request, text_of
 from outrider.metrics import total
 from outrider.request import Request
 

@@ -302,6 +302,30 @@ def test_a_sequence_goes_on_after_the_index_is_cleared() -> None:
     assert kv.open("b", story(0, 3 * BLOCK)) == 0  # it may not be found by half of its prefix
 
 
+def test_a_fork_inside_a_block_is_not_found_by_its_later_tokens() -> None:
+    kv = KVCache(256)
+    kv.open("a")
+    write(kv, "a", story(0, 5))
+    kv.fork("a", "b", 5)
+    write(kv, "b", story(2, 2 * BLOCK))
+    kv.check()
+    assert kv.open("c", story(2, 2 * BLOCK + 1)) == 0
+
+
+def test_a_sequence_whose_block_was_evicted_adds_no_child_to_it() -> None:
+    kv = KVCache(4 * BLOCK)
+    kv.open("a")
+    kv.open("b")
+    write(kv, "a", story(0, BLOCK))
+    write(kv, "b", story(0, BLOCK))  # the index keeps the slots of a
+    kv.close("a")
+    kv.reserve("b", 3 * BLOCK)  # takes them
+    more = story(0, 2 * BLOCK)[BLOCK:]
+    kv.commit("b", np.arange(BLOCK), more)
+    kv.check()
+    assert kv.open("c", story(0, 3 * BLOCK)) == 0
+
+
 def test_misuse_is_refused() -> None:
     with pytest.raises(ValueError, match="num_slots"):
         KVCache(0)

@@ -131,6 +131,14 @@ def test_best_keeps_parents_when_scores_are_equal() -> None:
         assert len(tree.best(num_nodes)) == num_nodes
 
 
+def test_best_breaks_ties_by_index() -> None:
+    scores = -(np.arange(99.0) * 37 % 3)
+    star = TokenTree(tokens=np.arange(99), parents=np.full(99, ROOT), scores=scores)
+    ranked = sorted(range(99), key=lambda node: (-scores[node], node))
+    for num_nodes in range(99):
+        assert star.best(num_nodes).tokens.tolist() == sorted(ranked[:num_nodes])
+
+
 def test_best_refuses_drawn_tokens_and_missing_scores() -> None:
     drawn = TokenTree(
         tokens=np.array([1, 2]),

@@ -261,7 +261,7 @@ class KVCache:
         # A sequence that wrote an indexed block a second time may hold the blocks after it while
         # nobody holds that block: then leaves in use go too, to reach it.
         used_too = False
-        while freed < num_slots:
+        while freed < num_slots and self._blocks:
             before = len(self._blocks)
             passed: set[int] = set()
             for oldest in list(self._blocks.values()):
@@ -273,7 +273,7 @@ class KVCache:
                     parent = self._by_id.get(block.key[0])
                     block = parent if parent is not None and parent.id in passed else None
             used_too = len(self._blocks) == before
-        return True
+        return freed >= num_slots
 
     def _can_drop(self, block: _Block, used_too: bool) -> bool:
         unused = bool((self._refs[block.slots] == 1).any())

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from outrider.bench.neartie import Difference, first_difference
-from outrider.bench.statistics import median, pooled_interval
+from outrider.bench.statistics import median, pooled_interval, pooled_ratio
 from outrider.bench.workloads import Prompt
 from outrider.llm import LLM, completion
 from outrider.metrics import Stats, total
@@ -49,10 +49,9 @@ class Sample:
 class Row:
     """One contender on one workload, against plain decoding of the same run.
 
-    ``tokens_per_second``: median over the repeats of tokens by seconds. ``speedup``: the median
-    over the repeats of the ratio to plain decoding's; ``speedup_low`` and ``speedup_high`` are a
-    95 % bootstrap interval over prompts and repeats,
-    None where one answer alone was measured. ``token_match``: share of the answers whose
+    Times are medians over the repeats, summed over the prompts. ``speedup``: plain decoding's time
+    by the contender's; ``speedup_low`` and ``speedup_high`` are a 95 % bootstrap interval over the
+    prompts (over the repeats of a single prompt), None where one answer alone was measured. ``token_match``: share of the answers whose
     tokens equal plain decoding's. ``exact``: all of them do or first differ at a near-tie
     (:mod:`outrider.bench.neartie`); None where the verifier promises the distribution, not the
     tokens. ``guarantee``: what the verifier promises.
@@ -200,16 +199,16 @@ def _row(
 ) -> Row:
     mine = [s for s in samples if s.contender == contender]
     plain = [_find(samples, PLAIN, s.prompt, s.repeat) for s in mine]
-    # Plain decoding's seconds a token over the contender's, pooled: with equal tokens the ratio
-    # of the seconds alone.
-    low, high = pooled_interval(
-        [p.seconds * len(m.tokens) / len(p.tokens) for m, p in zip(mine, plain, strict=True)],
-        [m.seconds for m in mine],
-        seed=seed,
-    )
-    repeats = range(max(s.repeat for s in mine) + 1)
-    rates = [_rate([s for s in mine if s.repeat == r]) for r in repeats]
-    plain_rates = [_rate([s for s in plain if s.repeat == r]) for r in repeats]
+    # Medians over the repeats, then sums over the prompts. Plain decoding's seconds are scaled to
+    # the contender's number of tokens, which is the same wherever the tokens are.
+    seconds = _medians(mine, [m.seconds for m in mine])
+    equal = [p.seconds * len(m.tokens) / len(p.tokens) for m, p in zip(mine, plain, strict=True)]
+    plain_seconds = _medians(mine, equal)
+    tokens = _medians(mine, [float(len(m.tokens)) for m in mine])
+    if len(seconds) > 1:
+        low, high = pooled_interval(plain_seconds, seconds, seed=seed)
+    else:
+        low, high = pooled_interval(equal, [m.seconds for m in mine], seed=seed)
     stats = total(s.stats for s in mine)
     guarantee = make_verifier(contender.verifier).exactness
     compared = greedy or guarantee == BIT_EXACT
@@ -220,8 +219,8 @@ def _row(
         guarantee=guarantee,
         exact=all(d.near_tie for d in differences) if compared else None,
         token_match=sum(m.tokens == p.tokens for m, p in zip(mine, plain, strict=True)) / len(mine),
-        tokens_per_second=median(rates),
-        speedup=median([a / b for a, b in zip(rates, plain_rates, strict=True)]),
+        tokens_per_second=pooled_ratio(tokens, seconds),
+        speedup=pooled_ratio(plain_seconds, seconds),
         speedup_low=_known(low),
         speedup_high=_known(high),
         acceptance_length=stats.acceptance_length,
@@ -234,9 +233,12 @@ def _row(
     )
 
 
-def _rate(samples: list[Sample]) -> float:
-    """Tokens by seconds, sum over sum."""
-    return sum(len(s.tokens) for s in samples) / sum(s.seconds for s in samples)
+def _medians(samples: list[Sample], values: list[float]) -> list[float]:
+    """The median over the repeats of each prompt's value."""
+    by_prompt: dict[int, list[float]] = {}
+    for sample, value in zip(samples, values, strict=True):
+        by_prompt.setdefault(sample.prompt, []).append(value)
+    return [median(group) for group in by_prompt.values()]
 
 
 def _known(bound: float) -> float | None:

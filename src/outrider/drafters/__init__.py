@@ -115,7 +115,7 @@ def parse_spec(spec: str) -> Plan:
 def _split_members(text: str) -> list[str]:
     """Split at the commas that a drafter's name follows; other commas separate its options."""
     members: list[str] = []
-    for part in (part.strip() for part in text.split(",")):
+    for part in (part.strip() for part in text.split(",") if part.strip()):
         if part.partition(":")[0] in known_drafters() or not members:
             members.append(part)
         else:

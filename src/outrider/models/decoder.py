@@ -347,7 +347,8 @@ def _targets(model: Decoder) -> dict[str, _Target]:
 
 def _named(names: Seq[str]) -> str:
     more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
-    return f"{len(names)} tensors, {', '.join(names[:NUM_NAMED])}{more}"
+    what = "tensors" if len(names) > 1 else "tensor"
+    return f"{len(names)} {what}, {', '.join(names[:NUM_NAMED])}{more}"
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
