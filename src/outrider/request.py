@@ -84,8 +84,18 @@ class SamplingParams:
             _integer("seed", self.seed, 0, "from 0 to 2**63 - 1")
             if self.seed >= SEED_LIMIT:
                 raise ConfigError(f"seed is {self.seed}, expected from 0 to 2**63 - 1")
-        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+        if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
             raise ConfigError(f"stop is {self.stop!r}, expected a tuple of non-empty strings")
+        if not isinstance(self.stop_token_ids, tuple):
+            raise ConfigError(
+                f"stop_token_ids is {self.stop_token_ids!r}, expected a tuple of token ids"
+            )
+        if not isinstance(self.logit_bias, Mapping):
+            raise ConfigError(
+                f"logit_bias is {self.logit_bias!r}, expected a mapping from token ids to numbers"
+            )
+        if not isinstance(self.ignore_eos, bool):
+            raise ConfigError(f"ignore_eos is {self.ignore_eos!r}, expected True or False")
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0, "token ids of 0 or more")
         for token, bias in self.logit_bias.items():
