@@ -14,17 +14,19 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from transformers import AutoModelForCausalLM
 
 from outrider.bench.report import environment
 from outrider.bench.workloads import load_prompts
 from outrider.llm import LLM
-from outrider.models.decoder import Decoder
+from outrider.models.gguf import GgufFile
+from outrider.models.gguf_hf import read_config, read_weights
+from outrider.models.load import LoadedModel
 from outrider.request import SamplingParams
 
 Decode = Callable[[list[int]], list[int]]
@@ -90,22 +92,16 @@ def generate(model: Any, ids: list[int], max_tokens: int, **options: Any) -> lis
     return tokens
 
 
-def as_transformers(loaded: Any) -> Any:
-    """A transformers model of the same weights as ``loaded``."""
-    model = transformers.AutoModelForCausalLM.from_config(
-        loaded.hf_config, dtype=loaded.model.dtype
-    )
-    model.load_state_dict(dict(hf_tensors(loaded.model)), strict=False)
+def as_transformers(loaded: LoadedModel) -> Any:
+    """A transformers model of the same file and dtype as ``loaded``."""
+    dtype = loaded.model.dtype
+    if loaded.path.is_dir():
+        return AutoModelForCausalLM.from_pretrained(loaded.path, dtype=dtype).eval()
+    file = GgufFile.open(loaded.path)
+    model = AutoModelForCausalLM.from_config(read_config(file), dtype=dtype)
+    model.load_state_dict(dict(read_weights(file, dtype)), strict=False)
     model.tie_weights()
     return model.eval()
-
-
-def hf_tensors(model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights under their Hugging Face names, unfused."""
-    for name, target in model.named_targets():
-        prefix = "" if name.startswith("lm_head") else "model."
-        weight = target.weight[0] if target.weight.dim() > len(target.shape) else target.weight
-        yield prefix + name, weight - target.offset
 
 
 def measure(

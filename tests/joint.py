@@ -138,12 +138,20 @@ def sample(engine: Engine, prompt: tuple[int, ...], cases: Seq[Case]) -> list[Sa
     """The sample of each case. Requests of the cases take turns, so that all share the engine's
     steps."""
     made: list[list[Sequence]] = [[] for _ in cases]
-    for i in range(max(case.num // case.n for case in cases)):
-        for number, case in enumerate(cases):
-            if i < case.num // case.n:
-                made[number] += _add(engine, prompt, case, f"{number}-{i}", i)
-    for event in engine.run():
-        assert event.error is None, event.error
+    rounds = range(max(case.num // case.n for case in cases))
+    turns = [
+        (i, number) for i in rounds for number, case in enumerate(cases) if i < case.num // case.n
+    ]
+    num_running = 0
+    while turns or engine.has_work:
+        while turns and num_running < 2 * engine.config.max_batch:
+            i, number = turns.pop(0)
+            seqs = _add(engine, prompt, cases[number], f"{number}-{i}", i)
+            made[number] += seqs
+            num_running += len(seqs)
+        for event in engine.step():
+            assert event.error is None, event.error
+            num_running -= event.finish is not None
     samples = [Sample() for _ in cases]
     for one, seqs in zip(samples, made, strict=True):
         one.add(seqs)

@@ -6,14 +6,16 @@ requests together in the steps of one. Three tokens with two drafts a step take 
 rounds, so noise that links a round to the next would show. Outputs of coupled requests are
 compared with plain ones token by token.
 
-False alarms: seeds are fixed, so the outcome is the same on every run. For another choice of seeds
-a right engine would fail one test in ``1 / ALPHA``, and this file (about 130 tests at ALPHA) once
-in 700 choices.
+False alarms: seeds are fixed, so the outcome is the same on every run. For other seeds, a right
+engine would fail somewhere in this file once in about 600 choices: 160 p-values are held against
+ALPHA. (Statistics of cells of expectation 5 and more; their far tails are approximate.)
 
-Power, at 99 % and level ALPHA (checked by ``test_power_statement``): a pair's two samples together
-find a joint law of two tokens that is off by 0.116 in total variation however the error is spread,
-all pairs together one that is off by 0.045. Errors in a few cells are found from less. Every wrong
-verifier and drafter below is found in samples of the size that one pair alone gets.
+Power, at 99 % and level ALPHA, for the joint law of two tokens and whatever the direction of the
+error (checked by ``test_power_statement``): the two samples of a pair find a total-variation
+distance of 0.155, those of all pairs together one of 0.062 under each set of parameters and the
+probes one of 0.081 ("left") to 0.28 ("dice"). Errors that sit in few cells, or in unlikely ones,
+show much earlier. So every mistake at the end of this file is found at the size at which the right
+engine is tested.
 """
 
 from __future__ import annotations
@@ -99,12 +101,35 @@ def shared_stream(world: World) -> Ensemble:
     return Ensemble("shared", [make_drafter(f"draft:{i},k=2", world.context()) for i in (1, 1)])
 
 
+class MergesEqualDraws(Ensemble):
+    """Wrong: draws of the two members that agree become one node."""
+
+    def propose(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[TokenTree | None]:
+        return [_first_of_each_path(cast(TokenTree, t)) for t in super().propose(seqs, budgets)]
+
+
+def _first_of_each_path(tree: TokenTree) -> TokenTree:
+    first: dict[tuple[int, ...], int] = {}
+    for node in range(len(tree)):
+        path = tuple(tree.path_tokens(node))
+        if tree.parents[node] in (ROOT, *first.values()):
+            first.setdefault(path, node)
+    return tree.select(list(first.values()))
+
+
 class Dropping(ShapeDrafter):
     """Wrong: looks at what was drawn and keeps it only if it was likely."""
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[TokenTree | None]:
         drawn = super().propose(seqs, budgets)
         return [drop_unlikely(cast(TokenTree, tree), 0.3) for tree in drawn]
+
+
+def merging(world: World) -> Ensemble:
+    members = [
+        make_drafter("draft:1,k=2", replace(world.context(), stream=stream)) for stream in (0, 1)
+    ]
+    return MergesEqualDraws("merging", members)
 
 
 WORLD = World(
@@ -125,6 +150,7 @@ WORLD = World(
             world, SHAPE, independent, laws=True, replacement=False
         ),
         "one stream for two": shared_stream,
+        "equal draws are one node": merging,
         "drops unlikely draws": lambda world: Dropping(world, (-1, 0), independent, laws=True),
     },
 )
@@ -185,7 +211,7 @@ def mixed() -> Samples:
     for drafter in (*CHAINS, *TREES):
         wanted[drafter, "coupled"] = cases(drafter, "coupled", PLAIN_SEED, NUM // 5, 5)
     engine = WORLD.engine(
-        config=EngineConfig(max_batch=96, max_step_tokens=400, chunk=3), num_slots=700
+        config=EngineConfig(max_batch=96, max_step_tokens=400, chunk=3), num_slots=350
     )
     flat = [case for group in wanted.values() for case in group]
     samples = iter(sample(engine, WORLD.prompt, flat))
@@ -306,10 +332,10 @@ PROBES = {
     # Nearly fair dice and a draft that hardly ever agrees: all siblings are tried.
     "dice": Probe(vocab_size=6, seed=0, scale=0.3, draft_noise=3.0, length=3, num=300),
     # The second draft is good where the first one is doubtful.
-    "late": Probe(vocab_size=3, seed=177, scale=1.5, draft_noise=3.0, length=3, num=2400),
+    "late": Probe(vocab_size=3, seed=177, scale=1.5, draft_noise=3.0, length=3, num=1600),
     # After a rejection two tokens are left, and the draft knew one of them much better.
     "left": Probe(vocab_size=3, seed=152, scale=1.5, draft_noise=8.0, length=3, num=2400),
-    "twins": Probe(vocab_size=3, seed=152, scale=1.5, draft_noise=8.0, length=3, num=600),
+    "twins": Probe(vocab_size=3, seed=152, scale=1.5, draft_noise=8.0, length=3, num=1000),
 }
 
 
@@ -319,7 +345,6 @@ PROBES = {
         ("coin", "draft:1,k=2", "rejection"),
         ("coin", "draft:1,k=2", "block"),
         ("coin", "draft:1,k=2", "traversal"),
-        ("coin", "draft:1,k=3,width=2", "traversal"),
         ("dice", "draft:1,k=3,width=2", "rejection"),
         ("dice", "draft:1,k=3,width=2", "traversal"),
         ("dice", "replacement", "rejection"),
@@ -327,7 +352,6 @@ PROBES = {
         ("twins", "ensemble:[draft:1,k=2,draft:1,k=2]", "rejection"),
         ("twins", "ensemble:[draft:1,k=2,draft:1,k=2]", "traversal"),
         ("late", "draft:1,k=2", "block"),
-        ("late", "draft:1,k=2", "traversal"),
         ("left", "draft:1,k=2", "rejection"),
     ],
 )
@@ -450,7 +474,7 @@ MISTAKES: dict[str, tuple[str, str, str | Verifier, Callable[[int], Noise] | Non
     "accept noise used again, block": ("coin", "draft:1,k=2", "block", NoiseWithoutBase),
     "accept noise used again, traversal": ("coin", "draft:1,k=2", "traversal", NoiseWithoutBase),
     "drawn with the target's noise, block": (
-        "coin",
+        "left",
         "drawn with the target's noise",
         "block",
         None,
@@ -465,6 +489,7 @@ MISTAKES: dict[str, tuple[str, str, str | Verifier, Callable[[int], Noise] | Non
     "wrong about replacement, traversal": ("dice", "wrong about replacement", "traversal", None),
     "one stream for two, rejection": ("twins", "one stream for two", "rejection", None),
     "one stream for two, traversal": ("twins", "one stream for two", "traversal", None),
+    "equal draws are one node": ("twins", "equal draws are one node", "rejection", None),
     "block with the token residual": (
         "late",
         "draft:1,k=2",
@@ -499,7 +524,7 @@ def test_misreading_nothing_is_right(exact: dict[str, Law]) -> None:
 
 def test_one_wrong_case_in_a_mixed_batch(exact: dict[str, Law]) -> None:
     """Only its own sample shows it."""
-    ways: list[str | Verifier] = ["rejection", ResidualIsTheTarget(), "block"]
+    ways: list[str | Verifier] = ["rejection", ResidualIsTheTarget()]
     group = [
         case
         for i, way in enumerate(ways)
@@ -507,7 +532,7 @@ def test_one_wrong_case_in_a_mixed_batch(exact: dict[str, Law]) -> None:
     ]
     samples = iter(sample(WORLD.engine(), WORLD.prompt, group))
     p = [of_all(dict(zip(PARAMS, samples, strict=False)), exact) for _ in ways]
-    assert p[1] < ALPHA < min(p[0], p[2]), p
+    assert p[1] < ALPHA < p[0], p
 
 
 def test_power_statement(exact: dict[str, Law]) -> None:
@@ -520,8 +545,9 @@ def test_power_statement(exact: dict[str, Law]) -> None:
         fits = [fit(c, probs, length=2) for c, probs in zip(counts, laws, strict=True)]
         return detectable(num * len(laws), add_up(fits).df, ALPHA)
 
-    assert tv(2 * NUM, exact.values()) == pytest.approx(0.142, abs=0.001)
+    assert tv(2 * NUM, exact.values()) == pytest.approx(0.155, abs=0.001)
     together = max(tv(2 * NUM * len(PAIRS), [probs]) for probs in exact.values())
-    assert together == pytest.approx(0.067, abs=0.001)
-    assert detectable(2400, 3**2 - 1, ALPHA) == pytest.approx(0.0836, abs=0.001)
-    assert detectable(600, 2**4 - 1, ALPHA) == pytest.approx(0.186, abs=0.001)
+    assert together == pytest.approx(0.062, abs=0.001)
+    probes = [detectable(p.num, p.vocab_size**2 - 1, ALPHA) for p in PROBES.values()]
+    assert min(probes) == pytest.approx(0.081, abs=0.001)
+    assert max(probes) == pytest.approx(0.277, abs=0.001)

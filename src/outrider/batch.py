@@ -53,9 +53,14 @@ class Row:
     Keys are ``pool[first:last]`` read in place or, where a sequence lies scattered, gathered by
     ``slots`` (int64 ``[L]``; then first = last = 0). ``masks`` has, for each attention window of
     the model (None: full attention), an additive mask ``[Q, L]`` of the model's dtype, or None if
-    every query sees every key. ``causal``: Q == L and the mask is lower triangular.
+    every query sees every key. ``causal``: Q == L and the full-attention mask is lower triangular.
+
+    ``table``, int64: the slots of the committed tokens, the chain and the nodes of ``work``, in
+    this order: all that a kernel needs that follows slots instead of reading windows.
     """
 
+    work: Work
+    table: IntArray
     start: int
     stop: int
     first: int
@@ -151,6 +156,8 @@ def build(
 class _RowPlan:
     """A row before it is turned into tensors; ``masks`` bool ``[Q, L]``, True = sees."""
 
+    work: Work
+    table: IntArray
     start: int
     stop: int
     first: int
@@ -161,6 +168,8 @@ class _RowPlan:
 
     def finish(self, dtype: torch.dtype, device: torch.device | str) -> Row:
         return Row(
+            work=self.work,
+            table=self.table,
             start=self.start,
             stop=self.stop,
             first=self.first,
@@ -222,6 +231,8 @@ def _row(
         mask[:, column] = seen
         masks[window] = mask
     return _RowPlan(
+        work=work,
+        table=slots,
         start=start,
         stop=start + num_queries,
         first=first if in_place else 0,
