@@ -8,7 +8,7 @@ target's.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -48,7 +48,7 @@ class World:
     draft_noise: float
     prompt: tuple[int, ...]
     end_tokens: frozenset[int] = frozenset()
-    extra: dict[str, Callable[[World], Drafter]] = field(default_factory=dict)
+    extra: Mapping[str, Callable[[World], Drafter]] = field(default_factory=dict)
 
     def model(self, num_slots: int, *, draft: int = 0) -> FakeModel:
         """The target, or a draft model."""

@@ -188,15 +188,17 @@ def test_folder_with_a_broken_tokenizer(folder: Path) -> None:
 
 
 def test_options_are_checked(llama_gguf: Path) -> None:
-    with pytest.raises(ConfigError, match="dtype is 'int8', possible: float32, bfloat16, float16"):
-        tiny_load(llama_gguf, dtype="int8")
+    with pytest.raises(ConfigError, match="dtype is 'int3', possible: float32, bfloat16, float16"):
+        tiny_load(llama_gguf, dtype="int3")
     with pytest.raises(ConfigError, match="'float64'"):
         tiny_load(llama_gguf, dtype=torch.float64)
     with pytest.raises(ConfigError, match="device is 'nowhere'"):
         tiny_load(llama_gguf, device="nowhere")
     with pytest.raises(ConfigError, match="num_slots is 0"):
         tiny_load(llama_gguf, num_slots=0)
-    model = tiny_load(llama_gguf, dtype=torch.bfloat16, prefix_cache=False, num_slots=None).model
+    model = tiny_load(
+        llama_gguf, dtype=torch.bfloat16, prefix_cache=False, num_slots=None, kernels=False
+    ).model
     assert (model.dtype, model.kv.num_slots) == (torch.bfloat16, 256)
     assert not model.kv.prefix_cache
 

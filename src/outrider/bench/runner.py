@@ -51,10 +51,10 @@ class Row:
 
     Times are medians over the repeats, summed over the prompts. ``speedup``: plain decoding's time
     by the contender's; ``speedup_low`` and ``speedup_high`` are a 95 % bootstrap interval over the
-    prompts (over the repeats of a single prompt), None where one answer alone was measured. ``token_match``: share of the answers whose
-    tokens equal plain decoding's. ``exact``: all of them do or first differ at a near-tie
-    (:mod:`outrider.bench.neartie`); None where the verifier promises the distribution, not the
-    tokens. ``guarantee``: what the verifier promises.
+    prompts (over the repeats of a single prompt), None where one answer alone was measured.
+    ``token_match``: share of the answers whose tokens equal plain decoding's. ``exact``: all of
+    them do or first differ at a near-tie (:mod:`outrider.bench.neartie`); None where the verifier
+    promises the distribution, not the tokens. ``guarantee``: what the verifier promises.
     """
 
     drafter: str

@@ -30,8 +30,11 @@ __all__ = ["LoadedModel", "ModelRow", "list_models", "load", "locate", "same_voc
 if TYPE_CHECKING:
     from outrider.models.config import DecoderConfig
     from outrider.models.decoder import Decoder
+    from outrider.models.native import NativeDecoder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+QUANTISED = ("int8", "int4")
+"""Formats of weights; everything else of such a model is bfloat16 or wider."""
 
 TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>")
 """Tokens that end a text wherever a tokenizer has them."""
@@ -54,7 +57,7 @@ class LoadedModel:
     """
 
     name: str
-    model: Decoder
+    model: Decoder | NativeDecoder
     tokenizer: PreTrainedTokenizerFast
     end_tokens: frozenset[int]
     path: Path
@@ -100,10 +103,15 @@ def load(
     device: torch.device | str = "cpu",
     num_slots: int | None = None,
     prefix_cache: bool = True,
+    kernels: bool = True,
     progress: bool = True,
     fetch: bool = True,
 ) -> LoadedModel:
     """Load a named model, a folder of transformers, a .gguf file or a model of the hub.
+
+    ``dtype``: float32, bfloat16, float16, or int8 and int4 for the weights of the linears. On the
+    CPU all but float32 and float16 run on the C++ kernels unless ``kernels`` is False or they
+    cannot be had here, which a warning says.
 
     What exists as a path wins over names and hub ids ("org/name", "org/name:file.gguf"). What is
     not there yet is fetched if ``fetch`` is set, with a bar on stderr if ``progress`` is.
@@ -113,18 +121,25 @@ def load(
     While a GGUF file is unpacked, torch works with one thread. Raises ConfigError, ModelNotFound,
     BadFile, UnsupportedModel and UserError.
     """
-    chosen = _dtype(dtype)
+    format = _format(dtype)
     place = _device(device)
+    if format in QUANTISED and place.type != "cpu":
+        raise ConfigError(f"dtype {format} runs on the CPU only, device is {place}; use bfloat16")
     if num_slots is not None and num_slots < 1:
         raise ConfigError(f"num_slots is {num_slots}, expected 1 or more")
     path = locate(name, fetch=fetch, progress=progress)
     source = _Gguf(path) if path.is_file() else _Folder(path)
     try:
-        model = _build(source, chosen, place, num_slots, prefix_cache)
+        decoder = _build(source, _dtype(format), place, num_slots, prefix_cache)
     except (BadFile, UnsupportedModel) as error:
         if str(path) in str(error):
             raise
         raise type(error)(f"{path}: {error}") from None
+    model: Decoder | NativeDecoder = decoder
+    if place.type == "cpu" and (format in QUANTISED or (kernels and format == "bfloat16")):
+        from outrider.models.native import accelerate
+
+        model = accelerate(decoder, format, kernels=kernels)
     tokenizer = source.tokenizer()
     return LoadedModel(
         name=name,
@@ -381,11 +396,16 @@ def _memory(device: torch.device) -> int:
         return 4 << 30
 
 
-def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+def _format(dtype: str | torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ConfigError(f"dtype is {name!r}, possible: {', '.join(DTYPES)}")
-    return DTYPES[name]
+    if name not in DTYPES and name not in QUANTISED:
+        raise ConfigError(f"dtype is {name!r}, possible: {', '.join([*DTYPES, *QUANTISED])}")
+    return name
+
+
+def _dtype(format: str) -> torch.dtype:
+    """The type that weights are read in."""
+    return DTYPES.get(format, torch.bfloat16)
 
 
 def _device(device: torch.device | str) -> torch.device:

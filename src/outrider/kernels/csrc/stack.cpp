@@ -1,0 +1,74 @@
+// The layer stack, compiled once for each instruction set; ISA names it.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <new>
+#include <vector>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#include "outrider.h"
+
+namespace {
+#include "vec.inl"
+#include "linear.inl"
+#include "stack.inl"
+}  // namespace
+
+#define JOIN_(a, b) a##b
+#define JOIN(a, b) JOIN_(a, b)
+
+extern "C" {
+
+void* JOIN(outrider_scratch_, ISA)() { return new (std::nothrow) Scratch(); }
+void JOIN(outrider_scratch_free_, ISA)(void* scratch) { delete static_cast<Scratch*>(scratch); }
+
+// Returns 0, or 1 if memory ran out.
+int JOIN(outrider_forward_, ISA)(const Model* model, const Batch* batch, void* scratch,
+                                 int threads) {
+  Scratch& s = *static_cast<Scratch*>(scratch);
+  try {
+    size_scratch(*model, *batch, s, threads);
+    Job job{*model, *batch, s, num_panels(model->layers[0].qkv) * kLanes};
+    pool_run(threads, run_stack, &job);
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+  return 0;
+}
+
+// y[rows][num_panels * 32] = x[rows][num] W^T + bias, alone: for tests and measurements.
+struct LinearJob {
+  const Linear* l;
+  const float* x;
+  float* y;
+  int rows, num;
+  Input in;
+};
+
+static void run_linear(void* context, int t, int n) {
+  LinearJob& job = *static_cast<LinearJob*>(context);
+  const Linear& l = *job.l;
+  int from, to;
+  for (int m = t; m < job.rows; m += n)
+    prepare(l, job.in, m, job.x + static_cast<size_t>(m) * job.num, job.num, 0, l.cols / l.group);
+  pool_barrier();
+  span(num_panels(l), 1, t, n, from, to);
+  for (int p = from; p < to; ++p)
+    panel_all(l, job.in, job.rows, p, job.y + p * kLanes, num_panels(l) * kLanes);
+}
+
+int JOIN(outrider_linear_, ISA)(const Linear* l, const float* x, int rows, int num, float* y,
+                                int threads) {
+  try {
+    LinearJob job{l, x, y, rows, num, {}};
+    job.in.size(*l, rows);
+    pool_run(threads, run_linear, &job);
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+  return 0;
+}
+}

@@ -1,0 +1,350 @@
+// The whole layer stack in one call. Threads share every phase and meet at barriers between them;
+// what one thread computes never depends on how the work was split.
+#pragma once
+
+// Buffers of one model, kept between calls. Sizes only grow.
+struct Scratch {
+  Input input, mid, down_input, head_input;
+  std::vector<float> qkv, tile_out;
+  std::vector<std::vector<float>> tiles, scores;
+};
+
+struct Job {
+  const Model& model;
+  const Batch& batch;
+  Scratch& s;
+  int qkv_stride;
+};
+
+static inline void span(int total, int step, int t, int n, int& from, int& to) {
+  const int units = (total + step - 1) / step;
+  from = std::min(total, units * t / n * step);
+  to = std::min(total, units * (t + 1) / n * step);
+}
+
+// 1 / sqrt(mean(x^2) + eps)
+static float inverse_rms(const float* x, int num, float eps) {
+  float lanes[16] = {};
+  int i = 0;
+  for (; i + 16 <= num; i += 16)
+    for (int j = 0; j < 16; ++j) lanes[j] += x[i + j] * x[i + j];
+  for (int j = 0; i + j < num; ++j) lanes[j] += x[i + j] * x[i + j];
+  float sum = 0.0f;
+  for (float lane : lanes) sum += lane;
+  return 1.0f / std::sqrt(sum / static_cast<float>(num) + eps);
+}
+
+// Normalise the rows of x and prepare them for l. Rows are split among threads, or the groups of
+// the rows where there are fewer rows than threads.
+static void norm_prepare(const Job& job, const Linear& l, Input& in, const float* x,
+                         const int64_t* index, int rows, const float* weight, int t, int n,
+                         std::vector<float>& buffer) {
+  const int hidden = job.model.hidden, groups = l.cols / l.group;
+  buffer.resize(std::max<size_t>(buffer.size(), hidden));
+  for (int m = 0; m < rows; ++m) {
+    int g0 = 0, g1 = groups;
+    if (rows < n)
+      span(groups, 1, t, n, g0, g1);
+    else if (m % n != t)
+      continue;
+    const float* row = x + static_cast<size_t>(index ? index[m] : m) * hidden;
+    const float r = inverse_rms(row, hidden, job.model.eps);
+    const int k0 = std::min(hidden, g0 * l.group), k1 = std::min(hidden, g1 * l.group);
+    for (int k = k0; k < k1; ++k) buffer[k] = row[k] * r * weight[k];
+    prepare(l, in, m, buffer.data(), hidden, g0, g1);
+  }
+}
+
+// x[m] += the linear's output, normalised first where the model has a norm there.
+static void add_linear(const Job& job, const Linear& l, const Input& in, const float* post_norm,
+                       int t, int n) {
+  const int rows = job.batch.num_tokens, hidden = job.model.hidden;
+  float* out = post_norm ? job.s.tile_out.data() : nullptr;
+  const int stride = num_panels(l) * kLanes;
+  int from, to;
+  span(num_panels(l), 1, t, n, from, to);
+  std::vector<float>& tile = job.s.tiles[t];
+  tile.resize(std::max(tile.size(), static_cast<size_t>(rows) * kLanes));
+  for (int p = from; p < to; ++p) {
+    if (out) {
+      panel_all(l, in, rows, p, out + p * kLanes, stride);
+      continue;
+    }
+    panel_all(l, in, rows, p, tile.data(), kLanes);
+    const int width = std::min(kLanes, l.rows - p * kLanes);
+    for (int m = 0; m < rows; ++m) {
+      float* x = job.batch.x + static_cast<size_t>(m) * hidden + p * kLanes;
+      for (int i = 0; i < width; ++i) x[i] += tile[m * kLanes + i];
+    }
+  }
+  if (!out) return;
+  pool_barrier();
+  for (int m = t; m < rows; m += n) {
+    const float* y = out + static_cast<size_t>(m) * stride;
+    const float r = inverse_rms(y, hidden, job.model.eps);
+    float* x = job.batch.x + static_cast<size_t>(m) * hidden;
+    for (int i = 0; i < hidden; ++i) x[i] += y[i] * r * post_norm[i];
+  }
+}
+
+// Rotate queries and keys, write keys and values to their slots.
+static void rotate_and_store(const Job& job, const Layer& layer, int t, int n) {
+  const Model& model = job.model;
+  const int d = model.head_dim, heads = model.num_heads, kv = model.num_kv_heads, half = d / 2;
+  const int units = heads + 2 * kv;
+  for (int unit = t; unit < job.batch.num_tokens * units; unit += n) {
+    const int m = unit / units, head = unit % units;
+    float* v = job.s.qkv.data() + static_cast<size_t>(m) * job.qkv_stride + head * d;
+    if (head < heads + kv) {
+      if (layer.qk_norm) {
+        const float r = inverse_rms(v, d, model.eps);
+        for (int i = 0; i < d; ++i) v[i] = v[i] * r * layer.qk_norm[head * d + i];
+      }
+      if (layer.rope >= 0) {
+        const float* c = job.batch.cos[layer.rope] + static_cast<size_t>(m) * d;
+        const float* s = job.batch.sin[layer.rope] + static_cast<size_t>(m) * d;
+        for (int i = 0; i < half; ++i) {
+          const float a = v[i], b = v[i + half];
+          v[i] = a * c[i] + b * s[i];  // the first half of the sines is negated
+          v[i + half] = b * c[i + half] + a * s[i + half];
+        }
+      }
+    }
+    if (head < heads) continue;
+    uint16_t* slot = layer.pool + (job.batch.write_slots[m] * 2 * kv + (head - heads)) * d;
+    for (int i = 0; i < d; ++i) slot[i] = float_to_bf16(v[i]);
+  }
+}
+
+// One query of one head. Keys are taken in the order of their positions, whatever slots they lie
+// in and whatever other queries there are, so the result depends on the visible tokens alone.
+static void attend(const Job& job, const Layer& layer, const Row& row, int m, int head,
+                   std::vector<float>& scores, float* out) {
+  const Model& model = job.model;
+  const int d = model.head_dim, kv = model.num_kv_heads, q = m - row.start;
+  const int prefix = row.prefix_count[q], total = prefix + row.extra_count[q];
+  const int begin = layer.window > 0 ? std::max(0, total - layer.window) : 0;
+  const int base = begin & ~15;  // lanes belong to positions
+  const int64_t* extra = row.extra + static_cast<size_t>(q) * row.extra_stride;
+  const size_t key_offset = static_cast<size_t>(head / (model.num_heads / kv)) * d;
+  const size_t value_offset = key_offset + static_cast<size_t>(kv) * d;
+  const size_t slot_size = static_cast<size_t>(2) * kv * d;
+  const int padded = (total - base + 15) & ~15;
+  scores.resize(std::max<size_t>(scores.size(), padded));
+  float* p = scores.data();
+  for (int j = 0; j < begin - base; ++j) p[j] = -INFINITY;
+  for (int j = total - base; j < padded; ++j) p[j] = -INFINITY;
+  const auto slot_of = [&](int j) {
+    return layer.pool + (j < prefix ? row.prefix[j] : extra[j - prefix]) * slot_size;
+  };
+  const float* query = job.s.qkv.data() + static_cast<size_t>(m) * job.qkv_stride + head * d;
+
+#if defined(__AVX512BF16__)
+  __m512bh query16[8];
+  for (int i = 0; i < d / 32; ++i)
+    query16[i] = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(query + i * 32 + 16),
+                                     _mm512_loadu_ps(query + i * 32));
+  for (int j = begin; j < total; ++j) {
+    const uint16_t* key = slot_of(j) + key_offset;
+    __m512 acc = _mm512_setzero_ps();
+    for (int i = 0; i < d / 32; ++i)
+      acc = _mm512_dpbf16_ps(acc, query16[i], (__m512bh)_mm512_loadu_si512(key + i * 32));
+    p[j - base] = _mm512_reduce_add_ps(acc) * model.attention_scale;
+  }
+#else
+  for (int j = begin; j < total; ++j) {
+    const uint16_t* key = slot_of(j) + key_offset;
+    float lanes[16] = {};
+    for (int i = 0; i < d; i += 16)
+      for (int k = 0; k < 16; ++k) lanes[k] += query[i + k] * bf16_to_float(key[i + k]);
+    float sum = 0.0f;
+    for (float lane : lanes) sum += lane;
+    p[j - base] = sum * model.attention_scale;
+  }
+#endif
+
+  float lanes[16];
+  for (int k = 0; k < 16; ++k) lanes[k] = -INFINITY;
+  for (int j = 0; j < padded; j += 16)
+    for (int k = 0; k < 16; ++k) lanes[k] = p[j + k] > lanes[k] ? p[j + k] : lanes[k];
+  float top = lanes[0];
+  for (float lane : lanes) top = lane > top ? lane : top;
+  for (int k = 0; k < 16; ++k) lanes[k] = 0.0f;
+  for (int j = 0; j < padded; j += 16)
+    for (int k = 0; k < 16; ++k) {
+      const float e = p[j + k] == -INFINITY ? 0.0f : fast_exp(p[j + k] - top);
+      p[j + k] = e;
+      lanes[k] += e;
+    }
+  float sum = 0.0f;
+  for (float lane : lanes) sum += lane;
+  const float inverse = 1.0f / sum;
+
+#if defined(__AVX512F__)
+  __m512 acc[16];
+  for (int i = 0; i < d / 16; ++i) acc[i] = _mm512_setzero_ps();
+  for (int j = begin; j < total; ++j) {
+    const uint16_t* value = slot_of(j) + value_offset;
+    const __m512 weight = _mm512_set1_ps(p[j - base]);
+    for (int i = 0; i < d / 16; ++i) {
+      const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(value + i * 16));
+      const __m512 v = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+      acc[i] = _mm512_fmadd_ps(v, weight, acc[i]);
+    }
+  }
+  for (int i = 0; i < d / 16; ++i)
+    _mm512_storeu_ps(out + i * 16, _mm512_mul_ps(acc[i], _mm512_set1_ps(inverse)));
+#else
+  for (int i = 0; i < d; ++i) out[i] = 0.0f;
+  for (int j = begin; j < total; ++j) {
+    const uint16_t* value = slot_of(j) + value_offset;
+    const float weight = p[j - base];
+    for (int i = 0; i < d; ++i) out[i] += weight * bf16_to_float(value[i]);
+  }
+  for (int i = 0; i < d; ++i) out[i] *= inverse;
+#endif
+}
+
+static void attention(const Job& job, const Layer& layer, int t, int n) {
+  const int d = job.model.head_dim, heads = job.model.num_heads;
+  const Linear& out = layer.out;
+  std::vector<float>& tile = job.s.tiles[t];
+  tile.resize(std::max(tile.size(), static_cast<size_t>(heads) * d));
+  int unit = 0;
+  for (int r = 0; r < job.batch.num_rows; ++r) {
+    const Row& row = job.batch.rows[r];
+    for (int m = row.start; m < row.stop; ++m)
+      for (int head = 0; head < heads; ++head, ++unit) {
+        if (unit % n != t) continue;
+        // prepare() reads from the start of the row: only this head's groups are looked at.
+        attend(job, layer, row, m, head, job.s.scores[t], tile.data() + head * d);
+        prepare(out, job.s.mid, m, tile.data(), heads * d, head * d / out.group,
+                (head + 1) * d / out.group);
+      }
+  }
+}
+
+static void gate_up(const Job& job, const Layer& layer, int t, int n) {
+  const Linear &l = layer.gate_up, &down = layer.down;
+  const int rows = job.batch.num_tokens, inter = job.model.intermediate;
+  const int pairs = num_panels(l) / 2, step = std::max(1, down.group / kLanes);
+  int from, to;
+  span(pairs, step, t, n, from, to);
+  const int width = step * kLanes;  // columns between two calls of prepare
+  std::vector<float>& tile = job.s.tiles[t];
+  const size_t need = static_cast<size_t>(rows) * kLanes * 2 + static_cast<size_t>(rows) * width;
+  tile.resize(std::max(tile.size(), need));
+  float* both = tile.data();
+  float* held = both + static_cast<size_t>(rows) * kLanes * 2;
+  for (int p = from; p < to; ++p) {
+    panel_all(l, job.s.input, rows, 2 * p, both, 2 * kLanes);
+    panel_all(l, job.s.input, rows, 2 * p + 1, both + kLanes, 2 * kLanes);
+    const int at = p % step * kLanes;
+    for (int m = 0; m < rows; ++m) {
+      const float* gate = both + static_cast<size_t>(m) * 2 * kLanes;
+      float* h = held + static_cast<size_t>(m) * width + at;
+      if (job.model.gelu) {
+        for (int i = 0; i < kLanes; ++i) {
+          const float g = gate[i], z = 0.7978845608028654f * (g + 0.044715f * g * g * g);
+          const float e = fast_exp(-2.0f * std::fabs(z));
+          const float tanh = std::copysign((1.0f - e) / (1.0f + e), z);
+          h[i] = 0.5f * g * (1.0f + tanh) * gate[i + kLanes];
+        }
+      } else {
+        for (int i = 0; i < kLanes; ++i)
+          h[i] = gate[i] / (1.0f + fast_exp(-gate[i])) * gate[i + kLanes];
+      }
+    }
+    if (p + 1 != to && (p + 1) % step != 0) continue;
+    const int g = p * kLanes / down.group;
+    for (int m = 0; m < rows; ++m)  // shifted so that the group's columns are where it looks
+      prepare(down, job.s.down_input, m,
+              held + static_cast<size_t>(m) * width - static_cast<size_t>(g) * down.group, inter, g,
+              g + 1);
+  }
+}
+
+static void head(const Job& job, int t, int n) {
+  const Model& model = job.model;
+  const Linear& l = model.head;
+  const int rows = job.batch.num_logits;
+  std::vector<float>& tile = job.s.tiles[t];
+  norm_prepare(job, l, job.s.head_input, job.batch.x, job.batch.logit_index, rows, model.final_norm, t, n,
+               job.s.scores[t]);
+  pool_barrier();
+  int from, to;
+  span(num_panels(l), 1, t, n, from, to);
+  tile.resize(std::max(tile.size(), static_cast<size_t>(rows) * kLanes));
+  for (int p = from; p < to; ++p) {
+    const int width = std::min(kLanes, l.rows - p * kLanes);
+    if (width == kLanes) {
+      panel_all(l, job.s.head_input, rows, p, job.batch.logits + p * kLanes, l.rows);
+      continue;
+    }
+    panel_all(l, job.s.head_input, rows, p, tile.data(), kLanes);
+    for (int m = 0; m < rows; ++m)
+      std::memcpy(job.batch.logits + static_cast<size_t>(m) * l.rows + p * kLanes,
+                  tile.data() + m * kLanes, width * sizeof(float));
+  }
+}
+
+static void keep_hidden(const Job& job, int layer, int t) {
+  if (t != 0 || job.batch.hidden == nullptr || job.batch.hidden[layer] == nullptr) return;
+  std::memcpy(job.batch.hidden[layer], job.batch.x,
+              static_cast<size_t>(job.batch.num_tokens) * job.model.hidden * sizeof(float));
+}
+
+static void run_stack(void* context, int t, int n) {
+  const Job& job = *static_cast<Job*>(context);
+  const Model& model = job.model;
+  const Batch& batch = job.batch;
+  Scratch& s = job.s;
+  const int rows = batch.num_tokens;
+  for (int i = batch.first_layer; i < batch.last_layer; ++i) {
+    const Layer& layer = model.layers[i];
+    keep_hidden(job, i, t);
+    norm_prepare(job, layer.qkv, s.input, batch.x, nullptr, rows, layer.attention_norm, t, n,
+                 s.scores[t]);
+    pool_barrier();
+    int from, to;
+    span(num_panels(layer.qkv), 1, t, n, from, to);
+    for (int p = from; p < to; ++p)
+      panel_all(layer.qkv, s.input, rows, p, s.qkv.data() + p * kLanes, job.qkv_stride);
+    pool_barrier();
+    rotate_and_store(job, layer, t, n);
+    pool_barrier();
+    attention(job, layer, t, n);
+    pool_barrier();
+    add_linear(job, layer.out, s.mid, layer.attention_post_norm, t, n);
+    pool_barrier();
+    norm_prepare(job, layer.gate_up, s.input, batch.x, nullptr, rows, layer.mlp_norm, t, n,
+                 s.scores[t]);
+    pool_barrier();
+    gate_up(job, layer, t, n);
+    pool_barrier();
+    add_linear(job, layer.down, s.down_input, layer.mlp_post_norm, t, n);
+    pool_barrier();
+  }
+  keep_hidden(job, batch.last_layer, t);
+  if (batch.num_logits > 0) head(job, t, n);
+}
+
+static void size_scratch(const Model& model, const Batch& batch, Scratch& s, int threads) {
+  const int rows = batch.num_tokens;
+  s.tiles.resize(std::max<size_t>(s.tiles.size(), threads));
+  s.scores.resize(std::max<size_t>(s.scores.size(), threads));
+  size_t qkv = 0, out = 0;
+  for (int i = 0; i < model.num_layers; ++i) {
+    const Layer& l = model.layers[i];
+    s.input.size(l.qkv, rows);
+    s.input.size(l.gate_up, rows);
+    s.mid.size(l.out, rows);
+    s.down_input.size(l.down, rows);
+    qkv = std::max<size_t>(qkv, static_cast<size_t>(num_panels(l.qkv)) * kLanes * rows);
+    out = std::max<size_t>(out, static_cast<size_t>(num_panels(l.out)) * kLanes * rows);
+    out = std::max<size_t>(out, static_cast<size_t>(num_panels(l.down)) * kLanes * rows);
+  }
+  s.head_input.size(model.head, batch.num_logits);
+  s.qkv.resize(std::max(s.qkv.size(), qkv));
+  s.tile_out.resize(std::max(s.tile_out.size(), out));
+}

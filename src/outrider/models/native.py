@@ -1,0 +1,271 @@
+"""The decoder on the C++ kernels: one call for the whole layer stack.
+
+Same weights, pool and protocol as :class:`outrider.models.decoder.Decoder`, which stays its twin:
+the tests compare the two. A row's numbers do not depend on how many rows a forward has, in which
+slots the tokens lie, or on the number of threads, so speculative decoding is bit-exact here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from outrider.batch import ForwardBatch, Row
+from outrider.kernels import library
+from outrider.kernels.formats import LANES, Packed, pack, unpack
+from outrider.models.base import Forward
+from outrider.models.decoder import Decoder, Layer
+from outrider.models.rope import RopeTable
+
+HEAD_STEP = 64
+"""Heads are read in whole groups of inputs of the linear behind them."""
+
+
+def accelerate(decoder: Decoder, format: str, *, kernels: bool = True) -> Decoder | NativeDecoder:
+    """``decoder``, bfloat16 on the CPU, with weights of ``format`` on the kernels.
+
+    Where they cannot run (no compiler, or ``kernels`` is False), the same weights run on PyTorch;
+    a warning says why. Takes over the decoder.
+    """
+    reason = "" if kernels else "they are switched off"
+    if kernels:
+        try:
+            return NativeDecoder(decoder, format)
+        except library.NoKernels as error:
+            reason = str(error)
+            warnings.warn(
+                f"decoding runs on PyTorch, much slower, without the C++ kernels: {reason}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+    if format != "bfloat16":
+        _round_weights(decoder, format)
+    return decoder
+
+
+def _round_weights(decoder: Decoder, format: str) -> None:
+    """Give the linears the values that the kernels' format has, rounded to bfloat16."""
+    linears = [
+        linear
+        for layer in decoder.layers
+        for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)
+    ]
+    head = decoder.head.weight.detach()
+    for linear in linears:
+        weight = linear.weight.detach()
+        weight.copy_(unpack(pack(weight, format))[:, : weight.shape[1]])
+    rounded = unpack(pack(head, format))[:, : head.shape[1]].to(head.dtype)
+    decoder.head.weight = torch.nn.Parameter(rounded, requires_grad=False)
+
+
+class NativeDecoder:
+    """Takes over a bfloat16 ``decoder`` on the CPU; its linears are packed as ``format`` and
+    dropped. ``threads`` 0 takes PyTorch's number at each call."""
+
+    windows: tuple[int | None, ...] = ()
+    """No masks are needed: the kernels follow the slot table."""
+
+    def __init__(
+        self, decoder: Decoder, format: str, *, threads: int = 0, isa: str | None = None
+    ) -> None:
+        if decoder.config.head_dim % HEAD_STEP:
+            raise library.NoKernels(
+                f"heads of {decoder.config.head_dim} numbers; multiples of {HEAD_STEP} are built"
+            )
+        self.config = decoder.config
+        self.vocab_size, self.hidden_size = decoder.vocab_size, decoder.hidden_size
+        self.context_length, self.num_layers = decoder.context_length, decoder.num_layers
+        self.dtype, self.device, self.kv = torch.float32, decoder.device, decoder.kv
+        self.format, self.threads = format, threads
+        self.embedding = decoder.embedding
+        self._embed_scale = decoder.config.embed_scale
+        self._pools = [layer.pool for layer in decoder.layers]
+        self._library = library.load_library(isa)
+        self._scratch = self._library.scratch()
+        self._tables = [
+            RopeTable(rope, length=0, dtype=torch.float32, device=self.device)
+            for rope in decoder.config.ropes
+        ]
+        self._kept: list[Any] = []  # what the structures point to
+        self.packed: list[Packed] = []
+        self._model = self._describe(decoder)
+
+    def __del__(self) -> None:
+        if getattr(self, "_scratch", None):
+            self._library.scratch_free(self._scratch)
+
+    # Building.
+
+    def _describe(self, decoder: Decoder) -> library.Model:
+        c = self.config
+        layers = (library.Layer * self.num_layers)()
+        for i, layer in enumerate(decoder.layers):
+            layers[i] = self._layer(layer)
+        self._kept.append(layers)
+        head = decoder.head.weight
+        model = library.Model(
+            layers=ctypes.cast(layers, ctypes.POINTER(library.Layer)),
+            num_layers=self.num_layers,
+            hidden=c.hidden_size,
+            intermediate=c.intermediate_size,
+            num_heads=c.num_heads,
+            num_kv_heads=c.num_kv_heads,
+            head_dim=c.head_dim,
+            gelu=int(c.activation != "silu"),
+            eps=c.norm_eps,
+            attention_scale=c.attention_scale,
+            final_norm=self._vector(decoder.norm),
+            head=self._pack(head, None),
+        )
+        if not c.tied:
+            decoder.head.weight = torch.nn.Parameter(head[:0], requires_grad=False)
+        return model
+
+    def _layer(self, layer: Layer) -> library.Layer:
+        gate, up = layer.gate_up.weight.chunk(2)
+        bias = layer.gate_up.bias
+        described = library.Layer(
+            qkv=self._pack(layer.qkv.weight, layer.qkv.bias),
+            out=self._pack(layer.out.weight, layer.out.bias),
+            gate_up=self._pack(
+                _alternate(gate, up), None if bias is None else _alternate(*bias.chunk(2))
+            ),
+            down=self._pack(layer.down.weight, layer.down.bias),
+            attention_norm=self._vector(layer.attention_norm),
+            mlp_norm=self._vector(layer.mlp_norm),
+            attention_post_norm=self._vector(layer.attention_post_norm),
+            mlp_post_norm=self._vector(layer.mlp_post_norm),
+            qk_norm=self._vector(layer.qk_norm),
+            pool=layer.pool.data_ptr(),
+            window=layer.window or 0,
+            rope=-1 if layer.rope is None else layer.rope,
+        )
+        for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
+            linear.weight = torch.nn.Parameter(linear.weight[:0].clone(), requires_grad=False)
+        return described
+
+    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> library.Linear:
+        packed = pack(weight.detach(), self.format, bias=None if bias is None else bias.detach())
+        self.packed.append(packed)
+        return packed.struct()
+
+    def _vector(self, weight: torch.Tensor | None) -> int | None:
+        if weight is None:
+            return None
+        vector = weight.detach().float().contiguous()
+        self._kept.append(vector)
+        return vector.data_ptr()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that one forward reads."""
+        return sum(packed.num_bytes for packed in self.packed)
+
+    # Running.
+
+    def forward(
+        self,
+        batch: ForwardBatch,
+        *,
+        hidden_layers: Seq[int] = (),
+        num_layers: int | None = None,
+    ) -> Forward:
+        """Compute a batch; see :meth:`outrider.models.base.Model.forward`. Logits are float32."""
+        depth = self.num_layers if num_layers is None else num_layers
+        num_tokens, num_logits = batch.num_tokens, len(batch.logit_index)
+        x = F.embedding(batch.input_ids, self.embedding).float()
+        if self._embed_scale != 1.0:
+            x.mul_(self._embed_scale)
+        logits = torch.empty(num_logits, self.vocab_size)
+        hidden = (
+            torch.empty(len(hidden_layers), num_tokens, self.hidden_size) if hidden_layers else None
+        )
+        keep: list[Any] = []
+        rotations = [table(batch.positions) for table in self._tables]
+        cos = [c.contiguous() for c, _ in rotations]
+        sin = [s.contiguous() for _, s in rotations]
+        rows = (library.Row * len(batch.rows))(*(_row(row, keep) for row in batch.rows))
+        wanted = [0] * (self.num_layers + 1)
+        for place, layer in enumerate(hidden_layers):
+            assert hidden is not None
+            wanted[layer] = hidden[place].data_ptr()
+        described = library.Batch(
+            num_tokens=num_tokens,
+            num_rows=len(batch.rows),
+            num_logits=num_logits,
+            first_layer=0,
+            last_layer=depth,
+            rows=rows,
+            write_slots=batch.write_slots.data_ptr(),
+            logit_index=batch.logit_index.data_ptr(),
+            cos=_pointers([c.data_ptr() for c in cos]),
+            sin=_pointers([s.data_ptr() for s in sin]),
+            x=x.data_ptr(),
+            logits=logits.data_ptr(),
+            hidden=_pointers(wanted) if hidden_layers else None,
+        )
+        failed = self._library.forward(
+            ctypes.byref(self._model),
+            ctypes.byref(described),
+            self._scratch,
+            self.threads or torch.get_num_threads(),
+        )
+        if failed:
+            raise MemoryError(f"a forward of {num_tokens} tokens")
+        states = None
+        if hidden is not None:
+            states = hidden.transpose(0, 1).reshape(num_tokens, -1)
+        return Forward(logits=logits, hidden=states)
+
+    def scrub(self, slots: Seq[int]) -> None:
+        """Zero the pool's ``slots`` in every layer."""
+        index = torch.as_tensor(slots, dtype=torch.int64)
+        for pool in self._pools:
+            pool.index_fill_(0, index, 0.0)
+
+
+def _alternate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Panels of gate and up in turn, each filled up with zeros to 32 rows."""
+    padding = -len(gate) % LANES
+    parts = [
+        torch.cat([part, part.new_zeros(padding, *part.shape[1:])]).view(-1, LANES, *part.shape[1:])
+        for part in (gate, up)
+    ]
+    return torch.stack(parts, 1).flatten(0, 2)
+
+
+def _pointers(values: list[int]) -> Any:
+    return (ctypes.c_void_p * max(1, len(values)))(*values)
+
+
+def _row(row: Row, keep: list[Any]) -> library.Row:
+    """The keys of a row's queries, in the order of their positions. Arrays go to ``keep``."""
+    work, num_queries = row.work, row.stop - row.start
+    num_chain, tree, start = len(work.chain), work.tree, work.start
+    shared = len(row.table) - len(tree)  # committed tokens and chain
+    prefix_count = np.full(num_queries, shared, np.int32)
+    prefix_count[:num_chain] = np.arange(shared - num_chain + 1, shared + 1)
+    extra_count = np.zeros(num_queries, np.int32)
+    new = tree.depths[start:]
+    extra_count[num_chain:] = new
+    stride = int(new.max()) if len(new) else 1
+    extra = np.zeros((num_queries, stride), np.int64)
+    for place, node in enumerate(range(start, len(tree))):
+        path = np.flatnonzero(tree.ancestors[node])
+        extra[num_chain + place, : len(path)] = row.table[shared + path]
+    keep += [row.table, prefix_count, extra, extra_count]
+    return library.Row(
+        start=row.start,
+        stop=row.stop,
+        extra_stride=stride,
+        prefix=row.table.ctypes.data,
+        extra=extra.ctypes.data,
+        prefix_count=prefix_count.ctypes.data,
+        extra_count=extra_count.ctypes.data,
+    )
