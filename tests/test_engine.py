@@ -1,4 +1,4 @@
-"""The loop: interference, seeds, counters, what drafters are told, faults of models and drafts."""
+"""The loop: interference, seeds, ids, what drafters are told."""
 
 from __future__ import annotations
 
@@ -12,13 +12,9 @@ import pytest
 import torch
 
 from harness import (
-    DRAFTS,
-    VOCAB,
     Answer,
-    Harness,
     Scripted,
     fake,
-    foresee,
     make_engine,
     oracle,
     plain,
@@ -29,11 +25,8 @@ from harness import (
 from outrider.config import EngineConfig
 from outrider.drafters.base import Budget, Needs
 from outrider.errors import ConfigError
-from outrider.kv import KVCache
-from outrider.metrics import Stats, total
 from outrider.request import FinishReason, Sequence
 from outrider.tree import TokenTree
-from outrider.verify import Verdict
 
 SPECULATIVE = ["ngram:k=4,n=2", "suffix:k=6,width=3", "draft:good,k=4", "draft:good,k=6,width=3"]
 
@@ -149,6 +142,16 @@ def test_a_shared_prompt_is_computed_once() -> None:
     assert (first, target.num_computed - first) == (65, 1)
 
 
+def test_several_answers_compute_their_prompt_once() -> None:
+    for num_prompt in (1, 2, 20):
+        target = fake(prefix_cache=False)
+        make_engine(target, chunk=7).run(
+            request(prompt_of(num_prompt), n=3, max_tokens=2, ignore_eos=True)
+        )
+        # Beside the prompt: its last token for two more draws, and the first tokens of all three.
+        assert target.num_computed == num_prompt + 2 + 3
+
+
 # Seeds (ignored; shared between requests; dependent on the engine's step count or batch).
 
 
@@ -210,84 +213,6 @@ def test_seeded_unseeded_and_greedy_requests_in_one_batch(size: int) -> None:
                 continue
             expected = make_engine().run(one)[0] if one.id == "rejection" else plain(one)[0]
             assert answer.essence == expected.essence, (seed, order, one.id)
-
-
-# Counters (an acceptance rate above 1; ratios of ratios; cancelled requests left out).
-
-
-def test_counters_add_up_over_requests() -> None:
-    harness = make_engine()
-    requests = [
-        request(prompt_of(6 + i, i), id=str(i), drafter=d, max_tokens=10 + i)
-        for i, d in enumerate([*SPECULATIVE, "oracle", "random", "none"])
-    ]
-    answers = harness.run(*requests)
-    stats = total(a.seq.stats for a in answers)
-    assert stats.tokens == sum(len(a.tokens) for a in answers)
-    assert stats.drafted == sum(a.seq.stats.drafted for a in answers)
-    assert stats.accepted == sum(a.seq.stats.accepted for a in answers)
-    assert stats.acceptance_rate == stats.accepted / stats.drafted
-    assert stats.acceptance_length == stats.tokens / stats.target_forwards
-    # A forward emits its accepted drafts and one more token, or it is the last one.
-    for answer in answers:
-        one = answer.seq.stats
-        assert one.target_forwards + one.accepted - 1 <= one.tokens
-        assert one.tokens <= one.target_forwards + one.accepted
-    by_position = stats.acceptance_by_position
-    assert len(by_position) == len(stats.tried_at)
-    assert all(0.0 <= rate <= 1.0 for rate in by_position)
-
-
-def test_a_right_draft_is_counted_exactly() -> None:
-    (answer,) = make_engine().run(request(drafter="oracle", max_tokens=24, ignore_eos=True))
-    stats = answer.seq.stats
-    # 4 full blocks of 4 drafts and a bonus, then 3 drafts and their bonus.
-    assert (stats.tokens, stats.target_forwards, stats.drafted, stats.accepted) == (24, 5, 19, 19)
-    assert (stats.tried_at, stats.accepted_at) == ([5, 5, 5, 4], [5, 5, 5, 4])
-    assert (stats.acceptance_length, stats.acceptance_rate) == (24 / 5, 1.0)
-
-
-def test_cancelled_requests_are_counted() -> None:
-    harness = make_engine(max_batch=2)
-    running, other, waiting = harness.add(
-        request(id="running", drafter="oracle"),
-        request(id="other"),
-        request(id="waiting", drafter="draft:good"),
-    )
-    for _ in range(2):
-        harness.step()
-    harness.cancel("running")
-    harness.cancel("waiting")
-    harness.cancel("unknown")
-    assert (running.finish, waiting.finish) == (FinishReason.CANCELLED, FinishReason.CANCELLED)
-    assert running.tokens == plain(request())[0].tokens[:10]
-    assert running.seq.stats.accepted == running.seq.stats.drafted == 8
-    assert (waiting.tokens, waiting.text) == ([], "")
-    assert waiting.seq.stats == Stats()
-    while harness.engine.has_work:
-        harness.step()
-    assert other.essence == plain(request())[0].essence
-    harness.check_empty()
-
-
-def test_cancelling_some_of_several_answers_ends_all_of_them() -> None:
-    harness = make_engine(max_batch=2)
-    answers = harness.add(request(prompt_of(20), n=3, temperature=1.0, drafter="oracle"))
-    harness.step()
-    harness.cancel("r")
-    assert [a.finish for a in answers] == [FinishReason.CANCELLED] * 3
-    harness.check_empty()
-
-
-def test_probe_nodes_are_no_drafts() -> None:
-    stats = Stats()
-    tree = TokenTree(
-        tokens=np.array([3, 4, 5]),
-        parents=np.array([-1, 0, 0]),
-        probe=np.array([False, True, True]),
-    )
-    stats.record_step(tree, Verdict((0,), 9), emitted=2)
-    assert (stats.drafted, stats.accepted, stats.tried_at, stats.accepted_at) == (1, 1, [1], [1])
 
 
 # Requests and the engine.
@@ -416,223 +341,3 @@ def test_a_tree_for_a_verifier_of_chains_is_a_fault() -> None:
     assert answer.essence == plain(one)[0].essence
     assert answer.seq.stats.faults > 0
     assert answer.seq.stats.drafted == 0
-
-
-# Faults of the target.
-
-FILLS = [np.nan, np.inf, -np.inf]
-
-
-@pytest.fixture
-def interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All sequences take the first free slots: each one's lie among the others'."""
-    monkeypatch.setattr(KVCache, "_new_home", lambda self: 0)
-
-
-def no_slot_is_broken(*harnesses: Harness) -> bool:
-    return not any(
-        model._broken.any() for h in harnesses for model in (h.target, *h.drafts.values())
-    )
-
-
-def neighbours(num: int = 3) -> list[Any]:
-    """Requests around the faulty one: with and without drafts, greedy and sampled."""
-    return [
-        request(
-            prompt_of(5 + i, 20 + i),
-            id=f"neighbour {i}",
-            drafter=["none", "oracle", "draft:good,k=4"][i % 3],
-            temperature=[0.0, 1.0][i % 2],
-            max_tokens=40,
-        )
-        for i in range(num)
-    ]
-
-
-@pytest.mark.parametrize("fill", FILLS)
-@pytest.mark.parametrize(
-    ("temperature", "verifier"), [(0.0, "coupled"), (1.0, "coupled"), (0.0, "traversal")]
-)
-@pytest.mark.usefixtures("interleaved")
-def test_a_draft_that_breaks_the_target_costs_a_step_only(
-    fill: float, temperature: float, verifier: str
-) -> None:
-    """Logits are no numbers at a drafted token that plain decoding never meets."""
-    one = request(temperature=temperature, drafter="poison", verifier=verifier, max_tokens=40)
-    others = neighbours()
-    poison = next(t for t in range(2, VOCAB) if t not in {*one.prompt, *plain(one)[0].tokens})
-    real = {pair for r in others for pair in enumerate_pairs([*r.prompt, *plain(r)[0].tokens])}
-    target = fake(
-        break_at=lambda token, position: (
-            fill if token == poison and (token, position) not in real else None
-        )
-    )
-
-    def make(seq: Sequence, budget: Budget) -> TokenTree:
-        return TokenTree.chain([foresee(target, seq, ()), poison])
-
-    harness = make_engine(target, drafters={"poison": lambda: Scripted(make)}, chunk=16)
-    others = [r for r in others if "draft" not in str(r.drafter)]
-    answers = harness.run(others[0], one, *others[1:])
-    for r, answer in zip([others[0], one, *others[1:]], answers, strict=True):
-        assert answer.essence == plain(r)[0].essence
-        assert answer.error is None
-    assert answers[1].seq.stats.faults == 1
-    assert answers[1].seq.stats.drafted == 0
-    assert no_slot_is_broken(harness)
-
-
-@pytest.mark.parametrize("fill", FILLS)
-@pytest.mark.parametrize("drafter", ["none", "oracle", "draft:good,k=4", "random"])
-@pytest.mark.parametrize("place", [0, 1, 7])
-@pytest.mark.usefixtures("interleaved")
-def test_a_sequence_whose_own_logits_are_no_numbers_fails_alone(
-    fill: float, drafter: str, place: int
-) -> None:
-    """It ends with the tokens before; its neighbours, whose slots lie around its own, go on."""
-    others = neighbours(6)
-    one = request(prompt_of(6, 3), id="faulty", drafter=drafter, max_tokens=40, ignore_eos=True)
-    tokens = plain(one)[0].tokens
-    position = len(one.prompt) + place
-    target = fake(
-        break_at=lambda token, at: fill if (token, at) == (tokens[place], position) else None
-    )
-    harness = make_engine(target)
-    asked = [*others[:3], one, *others[3:]]
-    answers = harness.run(*asked)
-    for r, answer in zip(asked, answers, strict=True):
-        if r is not one and answer.finish is not FinishReason.ERROR:
-            assert answer.essence == plain(r)[0].essence
-    faulty = answers[3]
-    assert faulty.finish is FinishReason.ERROR
-    assert faulty.tokens == tokens[: place + 1]
-    assert faulty.text == faulty.seq.text
-    assert faulty.error == "the model's logits are not finite numbers"
-    for r, answer in zip(asked, answers, strict=True):
-        met = (tokens[place], position)
-        meets = met in enumerate_pairs([*r.prompt, *plain(r)[0].tokens])
-        assert r is one or meets or answer.finish is not FinishReason.ERROR
-    assert no_slot_is_broken(harness)
-
-
-def enumerate_pairs(tokens: list[int]) -> list[tuple[int, int]]:
-    return [(token, position) for position, token in enumerate(tokens)]
-
-
-@pytest.mark.parametrize("chunk", [1, 4, 512])
-@pytest.mark.parametrize("place", [0, 17, 39])
-@pytest.mark.usefixtures("interleaved")
-def test_a_broken_prompt_fails_before_its_first_token(chunk: int, place: int) -> None:
-    """Also where the values arise in a part of the prompt that no token is drawn from, and
-    neighbours that read around them go on. What they wrote is in no index afterwards."""
-    prompt = prompt_of(40, 6)
-    met = (prompt[place], place)
-    target = fake(break_at=lambda token, position: np.nan if (token, position) == met else None)
-    others = [
-        r for r in neighbours(6) if met not in enumerate_pairs([*r.prompt, *plain(r)[0].tokens])
-    ]
-    assert len(others) > 2
-    broken = request(prompt, id="broken")
-    harness = make_engine(target, chunk=chunk)
-    answers = harness.run(*others, broken, arrivals=[*range(len(others)), 2])
-    assert essences(answers[:-1]) == [plain(r)[0].essence for r in others]
-    assert answers[-1].finish is FinishReason.ERROR
-    assert (answers[-1].tokens, answers[-1].text) == ([], "")
-    assert no_slot_is_broken(harness)
-    # The same words before the broken one, or without it, are fine.
-    target.break_at = None
-    (answer,) = harness.run(broken)
-    assert answer.essence == plain(broken)[0].essence
-
-
-def test_cancelling_a_broken_prompt_leaves_nothing_behind() -> None:
-    target = fake(num_slots=64, break_at=lambda token, position: np.nan if position == 20 else None)
-    harness = make_engine(target, chunk=6)
-    harness.add(request(prompt_of(40, 6), id="broken"))
-    for _ in range(4):
-        harness.step()
-    harness.cancel("broken")
-    assert no_slot_is_broken(harness)
-    target.break_at = None
-    one = request(prompt_of(30, 2))
-    assert harness.run(one)[0].essence == plain(one, num_slots=64)[0].essence
-
-
-# Faults of a draft model.
-
-
-@pytest.mark.parametrize("fill", FILLS)
-@pytest.mark.parametrize("drafter", ["draft:good,k=4", "draft:good,k=6,width=3", "ensemble"])
-@pytest.mark.parametrize("verifier", ["coupled", "rejection"])
-def test_a_draft_that_breaks_costs_its_drafts_only(
-    fill: float, drafter: str, verifier: str
-) -> None:
-    """At some positions, met in catching up and in drafting: that step is plain decoding."""
-    if drafter == "ensemble":
-        drafter = "ensemble:[draft:good,ngram:k=2]"
-    good = fake(
-        **DRAFTS["good"],
-        break_at=lambda token, position: fill if position in (8, 9, 21) else None,
-    )
-    for temperature in (0.0, 1.0):
-        one = request(
-            drafter=drafter,
-            verifier=verifier,
-            temperature=temperature,
-            max_tokens=40,
-            ignore_eos=True,
-        )
-        harness = make_engine(drafts={"good": good})
-        (answer,) = harness.run(one)
-        stats = answer.seq.stats
-        if verifier == "coupled" or temperature == 0.0:
-            assert answer.essence == plain(one)[0].essence
-        assert len(answer.tokens) == 40
-        if "ensemble" not in drafter:
-            assert 0 < stats.faults < stats.target_forwards
-        assert no_slot_is_broken(harness)
-
-
-def test_a_draft_that_breaks_once_drafts_again() -> None:
-    broken_steps = 3
-
-    def break_at(token: int, position: int) -> float | None:
-        nonlocal broken_steps
-        if position == 9 and broken_steps:
-            broken_steps -= 1
-            return float("nan")
-        return None
-
-    good = fake(**DRAFTS["good"], break_at=break_at)
-    one = request(drafter="draft:good,k=4", max_tokens=60, ignore_eos=True)
-    (answer,) = make_engine(drafts={"good": good}).run(one)
-    assert answer.essence == plain(one)[0].essence
-    assert answer.seq.stats.faults == 3
-    assert answer.seq.stats.accepted > 8
-
-
-def test_a_draft_that_always_breaks_is_plain_decoding() -> None:
-    good = fake(break_at=lambda token, position: float("nan"))
-    one = request(drafter="draft:good,k=4", ignore_eos=True)
-    harness = make_engine(drafts={"good": good})
-    (answer,) = harness.run(one)
-    stats = answer.seq.stats
-    assert answer.essence == plain(one)[0].essence
-    assert (stats.drafted, stats.faults) == (0, stats.target_forwards - 1)
-    assert no_slot_is_broken(harness)
-
-
-def test_faults_of_one_draft_do_not_end_the_drafts_of_others() -> None:
-    """Sequences share the draft's pool: values that are no numbers must not stay in it."""
-    token = 5
-    good = fake(**DRAFTS["good"], break_at=lambda t, position: np.nan if t == token else None)
-    requests = [
-        request(prompt_of(9, i), id=str(i), drafter="draft:good,k=4", max_tokens=60, seed=i)
-        for i in range(6)
-    ]
-    answers = make_engine(drafts={"good": good}).run(*requests)
-    assert essences(answers) == [plain(r)[0].essence for r in requests]
-    assert total(a.seq.stats for a in answers).faults > 0
-    for answer in answers:
-        if token not in answer.seq.tokens:
-            assert answer.seq.stats.accepted > 0

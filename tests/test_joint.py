@@ -14,8 +14,8 @@ Power, at 99 % and level ALPHA, for the joint law of two tokens and whatever the
 error (checked by ``test_power_statement``): the two samples of a pair find a total-variation
 distance of 0.155, those of all pairs together one of 0.062 under each set of parameters and the
 probes one of 0.081 ("left") to 0.28 ("dice"). Errors that sit in few cells, or in unlikely ones,
-show much earlier. So every mistake at the end of this file is found at the size at which the right
-engine is tested.
+show much earlier. test_joint_mistakes.py finds every mistake tried so far at the size
+at which the right engine is tested.
 """
 
 from __future__ import annotations
@@ -26,16 +26,7 @@ from typing import cast
 
 import pytest
 
-from joint import (
-    Case,
-    Law,
-    Outcome,
-    Sample,
-    add_up,
-    detectable,
-    fit,
-    sample,
-)
+from joint import Case, Law, Outcome, Sample, add_up, detectable, fit, sample
 from joint_cases import (
     ALPHA,
     CHAINS,
@@ -57,12 +48,14 @@ from outrider.metrics import total
 Samples = dict[tuple[str, str], dict[str, Sample]]
 
 
+ALONE_SEEDS = {pair: 10_000_000 + 10_000 * i for i, pair in enumerate(PAIRS)}
+MIXED_SEEDS = {pair: 20_000_000 + 10_000 * i for i, pair in enumerate(PAIRS)}
+PLAIN_SEED = MIXED_SEEDS["none", "coupled"]
+
+
 @pytest.fixture(scope="module")
 def alone() -> Samples:
-    return {pair: sample_alone(*pair, seed=10_000_000 + 10_000 * i) for i, pair in enumerate(PAIRS)}
-
-
-PLAIN_SEED = 20_000_000 + 10_000 * PAIRS.index(("none", "coupled"))
+    return {pair: sample_alone(*pair, seed=seed) for pair, seed in ALONE_SEEDS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +63,8 @@ def mixed() -> Samples:
     """All pairs and parameters in one engine whose pool is too small for its batch; a part of the
     plain requests' seeds once more for coupled requests of every drafter."""
     wanted: dict[tuple[str, str], list[Case]] = {}
-    for i, pair in enumerate(PAIRS):
-        wanted[pair] = cases(*pair, 20_000_000 + 10_000 * i, NUM, 5)
+    for pair, seed in MIXED_SEEDS.items():
+        wanted[pair] = cases(*pair, seed, NUM, 5)
     for drafter in (*CHAINS, *TREES):
         wanted[drafter, "coupled"] = cases(drafter, "coupled", PLAIN_SEED, NUM // 5, 5)
     engine = WORLD.engine(
@@ -88,12 +81,14 @@ def show(value: object) -> str:
 
 @pytest.mark.parametrize("pair", PAIRS, ids=show)
 def test_alone(pair: tuple[str, str], alone: Samples) -> None:
-    assert of_all(alone[pair]) > ALPHA
+    p = of_all(alone[pair])
+    assert p > ALPHA, f"p = {p}, seeds from {ALONE_SEEDS[pair]}"
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=show)
 def test_mixed(pair: tuple[str, str], mixed: Samples) -> None:
-    assert of_all(mixed[pair]) > ALPHA
+    p = of_all(mixed[pair])
+    assert p > ALPHA, f"p = {p}, seeds from {MIXED_SEEDS[pair]}"
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=show)

@@ -7,21 +7,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import cast
 
-from joint import (
-    ShapeDrafter,
-    World,
-    independent,
-    like_the_target,
-    ranked,
-)
+from joint import ShapeDrafter, World, independent, like_the_target, ranked
 from outrider.drafters import make_drafter
 from outrider.drafters.base import Budget, Drafter
 from outrider.drafters.ensemble import Ensemble
 from outrider.request import Sequence
 from outrider.tree import ROOT, TokenTree
-from wrong_verifiers import (
-    drop_unlikely,
-)
+from wrong_verifiers import drop_unlikely
 
 CHAIN = (-1, 0)
 SHAPE = (-1, -1, 0)
@@ -57,6 +49,7 @@ class Dropping(ShapeDrafter):
 
 
 def merging(world: World) -> Ensemble:
+    """Two members that are right by themselves, merged in the wrong way."""
     members = [
         make_drafter("draft:1,k=2", replace(world.context(), stream=stream)) for stream in (0, 1)
     ]

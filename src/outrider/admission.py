@@ -3,6 +3,8 @@ token."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from outrider.config import EngineConfig
 from outrider.detokenize import Detokenizer, Tokenizer
 from outrider.drafters.base import Drafter
@@ -11,7 +13,56 @@ from outrider.metrics import Stats
 from outrider.models.base import Model
 from outrider.request import Request, Sequence, sequence_seed
 from outrider.sampling import Noise
-from outrider.verify import Verifier
+from outrider.verify import Verifier, make_verifier
+
+
+class Admission:
+    """Checks requests for one target and makes their sequences.
+
+    ``drafters`` makes the drafter of a specification; each is made once and shared by all
+    sequences that name it. ``drafter`` and ``verifier`` are the defaults.
+    """
+
+    def __init__(
+        self,
+        target: Model,
+        drafters: Callable[[str], Drafter],
+        *,
+        tokenizer: Tokenizer | None,
+        end_tokens: Iterable[int],
+        drafter: str,
+        verifier: str,
+        config: EngineConfig,
+    ) -> None:
+        self._target = target
+        self._make_drafter = drafters
+        self._drafters: dict[str, Drafter] = {}
+        self._tokenizer = tokenizer
+        self._end_tokens = frozenset(end_tokens)
+        self._defaults = (drafter, verifier)
+        self._config = config
+
+    def drafter(self, spec: str) -> Drafter:
+        """The drafter of a specification, made on first use. Raises ConfigError."""
+        if spec not in self._drafters:
+            self._drafters[spec] = self._make_drafter(spec)
+        return self._drafters[spec]
+
+    def admit(self, request: Request) -> list[Sequence]:
+        """The ``n`` sequences of ``request``. Raises ConfigError for what cannot be honoured."""
+        check(request, self._target, self._tokenizer, self._config)
+        drafter = self.drafter(request.drafter or self._defaults[0])
+        verifier = make_verifier(request.verifier or self._defaults[1])
+        check_pair(drafter, verifier)
+        return sequences(
+            request,
+            target=self._target,
+            drafter=drafter,
+            verifier=verifier,
+            tokenizer=self._tokenizer,
+            end_tokens=self._end_tokens,
+            config=self._config,
+        )
 
 
 def max_tokens_of(target: Model) -> int:

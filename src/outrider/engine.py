@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import torch
 
-from outrider import admission
+from outrider.admission import Admission
 from outrider.batch import ForwardBatch, Work, build
 from outrider.config import EngineConfig
 from outrider.detokenize import Tokenizer
@@ -19,8 +19,8 @@ from outrider.models.base import Forward, Model
 from outrider.request import Event, FinishReason, Request, Sequence, TokenLogprob
 from outrider.sampling import NodeLaws
 from outrider.scheduler import Scheduler, Slot
-from outrider.tree import ROOT, IntArray, TokenTree
-from outrider.verify import Verdict, make_verifier
+from outrider.tree import ROOT, TokenTree
+from outrider.verify import Verdict
 
 
 class Engine:
@@ -43,50 +43,40 @@ class Engine:
     ) -> None:
         self.target = target
         self.config = config or EngineConfig()
-        self.tokenizer = tokenizer
-        self.end_tokens = frozenset(end_tokens)
-        self._defaults = (drafter, verifier)
-        self._make_drafter = drafters
-        self._drafters: dict[str, Drafter] = {}
+        self.admission = Admission(
+            target,
+            drafters,
+            tokenizer=tokenizer,
+            end_tokens=end_tokens,
+            drafter=drafter,
+            verifier=verifier,
+            config=self.config,
+        )
         self._scheduler = Scheduler(target.kv, self.config, self._on_preempt)
-        self._sequences: dict[str, Sequence] = {}
+        self._sequences: dict[str, dict[str, Sequence]] = {}  # of each request, by their ids
 
     def drafter(self, spec: str) -> Drafter:
         """The drafter of a specification, made on first use. Raises ConfigError."""
-        if spec not in self._drafters:
-            self._drafters[spec] = self._make_drafter(spec)
-        return self._drafters[spec]
+        return self.admission.drafter(spec)
 
     def add(self, request: Request) -> list[Sequence]:
         """Queue a request: one sequence for each of its ``n``. Raises ConfigError, before anything
         is computed, if any part of it cannot be honoured."""
-        if any(seq.request.id == request.id for seq in self._sequences.values()):
+        if request.id in self._sequences:
             raise ConfigError(f"request {request.id!r} is running already; give it another id")
-        admission.check(request, self.target, self.tokenizer, self.config)
-        drafter = self.drafter(request.drafter or self._defaults[0])
-        verifier = make_verifier(request.verifier or self._defaults[1])
-        admission.check_pair(drafter, verifier)
-        made = admission.sequences(
-            request,
-            target=self.target,
-            drafter=drafter,
-            verifier=verifier,
-            tokenizer=self.tokenizer,
-            end_tokens=self.end_tokens,
-            config=self.config,
-        )
+        made = self.admission.admit(request)
+        self._sequences[request.id] = {seq.id: seq for seq in made}
         for seq in made:
-            self._sequences[seq.id] = seq
             self._scheduler.add(seq)
         return made
 
     def cancel(self, request_id: str) -> list[Event]:
         """End all sequences of a request now and free what they hold."""
         events: list[Event] = []
-        for seq in [s for s in self._sequences.values() if s.request.id == request_id]:
+        for seq in list(self._sequences.get(request_id, {}).values()):
             seq.finish = FinishReason.CANCELLED
             seq.detokenizer.finish()
-            events.append(self._event(seq, len(seq.tokens), []))
+            events.append(Event.of(seq, len(seq.tokens), []))
             self._release(seq)
         return events
 
@@ -196,8 +186,8 @@ class Engine:
             chain = seq.tokens[start : slot.stop]
             path: tuple[int, ...] = ()
             logprobs: list[TokenLogprob] = []
+            logits = forward.logits[batch.logit_rows[i]]
             if verdict is not None:
-                logits = forward.logits[batch.logit_rows[i]]
                 drafted = [int(tree.tokens[node]) for node in verdict.path]
                 logprobs = emit(seq, [*drafted, verdict.token], logits, rows=[ROOT, *verdict.path])
                 path = verdict.path[: len(seq.tokens) - old]
@@ -206,11 +196,20 @@ class Engine:
             kept = [*chain, *(int(tree.tokens[node]) for node in path)]
             self.target.kv.commit(seq.id, keep, kept)
             computed = batch.rows[i].start + keep
-            lessons.append(
-                (seq, _feedback(seq, start, kept, tree, path, forward, computed, layers))
+            feedback = Feedback.of(
+                seq.drafter.needs,
+                forward,
+                layers,
+                computed,
+                logits=logits,
+                start=start,
+                tokens=kept,
+                tree=tree,
+                num_accepted=len(path),
             )
+            lessons.append((seq, feedback))
             if verdict is not None:
-                events.append(self._event(seq, old, logprobs))
+                events.append(Event.of(seq, old, logprobs))
         for drafter in {id(seq.drafter): seq.drafter for seq, _ in lessons}.values():
             mine = [lesson for lesson in lessons if lesson[0].drafter is drafter]
             drafter.observe([seq for seq, _ in mine], [feedback for _, feedback in mine])
@@ -231,53 +230,15 @@ class Engine:
             return []
         seq.finish = FinishReason.ERROR
         seq.detokenizer.finish()
-        return [self._event(seq, len(seq.tokens), [], str(fault))]
-
-    def _event(
-        self, seq: Sequence, old: int, logprobs: list[TokenLogprob], error: str | None = None
-    ) -> Event:
-        return Event(
-            seq_id=seq.id,
-            request_id=seq.request.id,
-            index=seq.index,
-            tokens=tuple(seq.tokens[old:]),
-            text=seq.detokenizer.take(final=seq.finish is not None),
-            logprobs=tuple(logprobs),
-            finish=seq.finish,
-            error=error,
-        )
+        return [Event.of(seq, len(seq.tokens), [], str(fault))]
 
     def _release(self, seq: Sequence) -> None:
         self._scheduler.remove(seq)
         seq.drafter.forget(seq.id)
-        del self._sequences[seq.id]
+        del self._sequences[seq.request.id][seq.id]
+        if not self._sequences[seq.request.id]:
+            del self._sequences[seq.request.id]
 
     def _on_preempt(self, seq: Sequence) -> None:
         seq.stats.preemptions += 1
         seq.drafter.forget(seq.id)
-
-
-def _feedback(
-    seq: Sequence,
-    start: int,
-    kept: list[int],
-    tree: TokenTree,
-    path: tuple[int, ...],
-    forward: Forward,
-    computed: IntArray,
-    layers: list[int],
-) -> Feedback:
-    """What the drafter of ``seq`` may learn; ``computed`` are the batch's rows that were kept."""
-    hidden = None
-    needs = seq.drafter.needs
-    if needs.hidden_layers and forward.hidden is not None:
-        states = forward.hidden[torch.from_numpy(computed)]
-        states = states.view(len(states), len(layers), -1)
-        hidden = states[:, [layers.index(layer) for layer in needs.hidden_layers]].flatten(1)
-    return Feedback(
-        start=start,
-        tokens=np.asarray(kept, np.int64),
-        tree=tree,
-        num_accepted=len(path),
-        hidden=hidden,
-    )

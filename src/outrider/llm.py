@@ -52,13 +52,19 @@ class LLM:
         device: str = "cpu",
         num_slots: int | None = None,
         prefix_cache: bool = True,
+        kernels: bool = True,
         config: EngineConfig | None = None,
         progress: bool = False,
     ) -> None:
         parse_spec(drafter)  # a mistake in it is reported before a model is loaded
         make_verifier(verifier)
         self._load = partial(
-            load, device=device, num_slots=num_slots, prefix_cache=prefix_cache, progress=progress
+            load,
+            device=device,
+            num_slots=num_slots,
+            prefix_cache=prefix_cache,
+            kernels=kernels,
+            progress=progress,
         )
         self.target = self._load(model, dtype=dtype)
         self._draft_dtype = draft_dtype or dtype

@@ -6,10 +6,11 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from outrider.errors import ConfigError
 
@@ -165,6 +166,26 @@ class Event:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish: FinishReason | None = None
     error: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        seq: Sequence,
+        num_old: int,
+        logprobs: Seq[TokenLogprob] = (),
+        error: str | None = None,
+    ) -> Self:
+        """What ``seq`` has beyond its first ``num_old`` tokens. Takes the decided text from it."""
+        return cls(
+            seq_id=seq.id,
+            request_id=seq.request.id,
+            index=seq.index,
+            tokens=tuple(seq.tokens[num_old:]),
+            text=seq.detokenizer.take(final=seq.finish is not None),
+            logprobs=tuple(logprobs),
+            finish=seq.finish,
+            error=error,
+        )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
+import numpy as np
 import torch
 
-from outrider.models.base import Model
+from outrider.models.base import Forward, Model
 from outrider.request import Sequence
 from outrider.tree import IntArray, TokenTree
 
@@ -49,6 +50,42 @@ class Feedback:
     num_accepted: int
     hidden: torch.Tensor | None = None
     probe_logits: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        needs: Needs,
+        forward: Forward,
+        layers: Seq[int],
+        computed: IntArray,
+        *,
+        logits: torch.Tensor,
+        start: int,
+        tokens: Seq[int],
+        tree: TokenTree,
+        num_accepted: int,
+    ) -> Self:
+        """Select from a forward what ``needs`` asks for.
+
+        ``layers``: the hidden layers that the forward returned. ``computed`` int64 ``[n]``: the
+        rows of its batch that hold ``tokens``. ``logits`` ``[1 + N, V]``: those of the last token
+        and the nodes of ``tree``.
+        """
+        hidden = None
+        if needs.hidden_layers and forward.hidden is not None:
+            states = forward.hidden[torch.from_numpy(computed)]
+            states = states.view(len(states), len(layers), -1)
+            hidden = states[:, [layers.index(layer) for layer in needs.hidden_layers]].flatten(1)
+        return cls(
+            start=start,
+            tokens=np.asarray(tokens, np.int64),
+            tree=tree,
+            num_accepted=num_accepted,
+            hidden=hidden,
+            probe_logits=logits[1 + np.flatnonzero(tree.probe)]
+            if needs.probe_logits and tree.probe is not None
+            else None,
+        )
 
 
 class Drafter(Protocol):
