@@ -15,7 +15,7 @@ import torch
 from outrider.batch import Work, build
 from outrider.models.base import Model
 
-ULPS = 8
+ULPS = 2
 """Logits within this many units in the last place of the larger one count as tied."""
 
 
