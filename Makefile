@@ -16,12 +16,12 @@ DEV    := $(VENV)/.dev
 
 demo: $(READY)
 	$(BIN)/outrider pull smollm2-135m-instruct
-	$(BIN)/outrider bench --model smollm2-135m-instruct --prompts builtin --limit 1 \
+	$(BIN)/outrider bench --model smollm2-135m-instruct --prompts builtin --limit 8 \
 	    --max-tokens 48 --repeats 1 \
 	    --drafter none --drafter ngram:n=3,k=8 --drafter suffix:k=8 \
 	    --drafter draft:smollm2-135m-instruct,k=4 \
 	    --drafter draft:smollm2-135m-instruct,k=6,width=3 \
-	    --drafter ensemble:[ngram:k=4,draft:smollm2-135m-instruct,k=4]
+	    --drafter 'ensemble:[ngram:k=4,draft:smollm2-135m-instruct,k=4]'
 
 test: $(DEV)
 	$(BIN)/python -m pytest -m "not real"

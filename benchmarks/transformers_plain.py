@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--draft", help="a draft model; both sides are then run with it as well")
     parser.add_argument("--num-draft", type=int, default=4)
     parser.add_argument("--prompts", default="builtin")
-    parser.add_argument("--limit", type=int, default=1, help="prompts per class")
+    parser.add_argument("--limit", type=int, default=8, help="number of prompts")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16")

@@ -78,16 +78,16 @@ def test_small_model(dtype: str, kernels: bool) -> None:
         f"draft:{SMALL},k=6,width=3",
         f"ensemble:[ngram:k=4,draft:{SMALL},k=4]",
     ]
-    compare(llm, params, "builtin", 1, drafters, bit_exact=kernels)
+    compare(llm, params, "builtin", 8, drafters, bit_exact=kernels)
 
 
 def test_small_model_sampled() -> None:
     require(SMALL)
     llm = LLM(SMALL, dtype="float32", num_slots=8192, prefix_cache=False)
     params = SamplingParams(temperature=0.8, top_p=0.95, seed=3, max_tokens=48)
-    plain = answers(llm, params, "builtin", 1, "none")
+    plain = answers(llm, params, "builtin", 8, "none")
     for drafter in ("ngram:n=2,k=4", f"draft:{SMALL},k=4", f"draft:{SMALL},k=6,width=3"):
-        drafted = answers(llm, params, "builtin", 1, drafter)
+        drafted = answers(llm, params, "builtin", 8, drafter)
         assert [output for _, output, _ in drafted] == [output for _, output, _ in plain], drafter
 
 
@@ -95,4 +95,4 @@ def test_real_pair() -> None:
     require(LARGE, DRAFT)
     llm = LLM(LARGE, num_slots=4096, prefix_cache=False)
     params = SamplingParams(temperature=0.0, max_tokens=32)
-    compare(llm, params, "builtin:code_completion,code_edit", 2, [f"draft:{DRAFT},k=4"])
+    compare(llm, params, "builtin:code_completion,code_edit", 4, [f"draft:{DRAFT},k=4"])

@@ -29,11 +29,14 @@ Model = Annotated[
     str,
     typer.Option("--model", "-m", help="Named model, hub id, folder or GGUF file."),
 ]
-Dtype = Annotated[str, typer.Option(help="Type of the weights: float32, bfloat16 or float16.")]
+Dtype = Annotated[str, typer.Option(help="Weights: float32, bfloat16, float16, int8 or int4.")]
 DraftDtype = Annotated[
     str | None, typer.Option(help="The same for draft models.", show_default="the target's")
 ]
 Device = Annotated[str, typer.Option(help="Where the models run: cpu or cuda.")]
+Kernels = Annotated[
+    bool, typer.Option("--kernels/--no-kernels", help="C++ kernels, or PyTorch alone.")
+]
 Threads = Annotated[
     int | None, typer.Option(min=1, help="CPU threads.", show_default="PyTorch's choice")
 ]
@@ -153,6 +156,7 @@ def generate(
     draft_dtype: DraftDtype = None,
     device: Device = "cpu",
     num_slots: Slots = None,
+    kernels: Kernels = True,
     threads: Threads = None,
 ) -> None:
     """Answer one prompt. The text streams to standard output, a summary goes to standard error.
@@ -188,7 +192,7 @@ def generate(
     from outrider.generate import print_answers
 
     print_answers(
-        _llm(model, drafter, verifier, dtype, draft_dtype, device, num_slots),
+        _llm(model, drafter, verifier, dtype, draft_dtype, device, num_slots, kernels=kernels),
         text,
         params,
         system=system,
@@ -210,7 +214,9 @@ def bench(
     prompts: Annotated[
         str, typer.Option(help="builtin, builtin:CLASS,CLASS or a JSONL file with turns.")
     ] = "builtin",
-    limit: Annotated[int | None, typer.Option(min=1, help="Prompts per class.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="At most this many prompts; the classes take turns.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Most output tokens a prompt.")] = 128,
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of sampling and of the intervals.")] = 0,
@@ -222,6 +228,7 @@ def bench(
     draft_dtype: DraftDtype = None,
     device: Device = "cpu",
     num_slots: Slots = None,
+    kernels: Kernels = True,
     threads: Threads = None,
 ) -> None:
     """Compare drafters with plain decoding on the same prompts, interleaved.
@@ -251,7 +258,11 @@ def bench(
         parse_spec(contender.drafter)
         make_verifier(contender.verifier)
     _threads(threads)
-    llm = _llm(model, "none", "coupled", dtype, draft_dtype, device, num_slots, prefix_cache=False)
+    llm = _llm(
+        *(model, "none", "coupled", dtype, draft_dtype, device, num_slots),
+        kernels=kernels,
+        prefix_cache=False,
+    )
     with Progress(
         *Progress.get_default_columns(), MofNCompleteColumn(), console=_console(stderr=True)
     ) as bar:
@@ -347,7 +358,10 @@ def _threads(threads: int | None) -> None:
 def _console(*, stderr: bool = False) -> Any:
     from rich.console import Console
 
-    return Console(stderr=stderr)
+    console = Console(stderr=stderr)
+    if not console.is_terminal:
+        console.width = max(console.width, 120)  # a file or a pipe has no edge
+    return console
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from outrider.bench.runner import Row
 
@@ -45,44 +47,46 @@ def _cpu_name() -> str:
 
 
 def print_table(console: Console, rows: Sequence[Row], *, model: str, dtype: str) -> None:
-    """One line per contender and workload."""
-    table = Table(title=f"{model}, {dtype}", title_justify="left")
-    table.add_column("workload")
+    """One line per contender, in one section per workload."""
+    several = len({row.verifier for row in rows}) > 1
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=f"{model}, {dtype}", title_justify="left")
     table.add_column("drafter", overflow="fold")
-    table.add_column("verifier")
-    for name in ("tokens/s", "speed-up", "95 %", "accepted\nlength", "accepted\nrate"):
-        table.add_column(name, justify="right")
-    table.add_column("same tokens\nas plain", justify="right")
-    previous = ""
-    for row in rows:
-        if previous and row.workload != previous:
-            table.add_section()
-        table.add_row(
-            row.workload if row.workload != previous else "",
-            row.drafter,
-            row.verifier,
-            f"{row.tokens_per_second:.1f}",
-            f"{row.speedup:.2f}",
-            _interval(row),
-            f"{row.acceptance_length:.2f}",
-            "-" if row.acceptance_rate is None else f"{row.acceptance_rate:.0%}",
-            _same(row),
-        )
-        previous = row.workload
+    if several:
+        table.add_column("verifier")
+    for name in ("tokens/s", "speed-up", "95 %", "length", "rate", "same tokens"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for workload in dict.fromkeys(row.workload for row in rows):
+        table.add_row(Text(workload, style="bold"))
+        for row in (row for row in rows if row.workload == workload):
+            table.add_row(
+                Text(f"  {row.drafter}"),  # brackets are no markup here
+                *([row.verifier] if several else []),
+                f"{row.tokens_per_second:.1f}",
+                f"{row.speedup:.2f}",
+                _interval(row),
+                f"{row.acceptance_length:.2f}",
+                "-" if row.acceptance_rate is None else f"{row.acceptance_rate:.0%}",
+                _same(row),
+            )
+        table.add_section()
     console.print(table)
+    console.print(
+        "length: tokens emitted per target forward. rate: accepted by drafted tokens. "
+        "same tokens: as plain decoding."
+    )
     ties = [d for row in rows for d in row.differences if d.near_tie]
     if ties:
         gap = max(d.gap or 0.0 for d in ties)
         console.print(
             f"near-tie: the first different token was within rounding of the expected one "
-            f"(largest gap {gap:.3g} in the logits)"
+            f"(largest gap {gap:.3g} in the logits)."
         )
 
 
 def _interval(row: Row) -> str:
     if row.speedup_low is None or row.speedup_high is None:
         return "-"
-    return f"{row.speedup_low:.2f} to {row.speedup_high:.2f}"
+    return f"{row.speedup_low:.2f}-{row.speedup_high:.2f}"
 
 
 def _same(row: Row) -> str:
