@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
-import torch
 
 from outrider.admission import Admission
 from outrider.batch import ForwardBatch, Work, build
@@ -153,16 +152,14 @@ class Engine:
         at, also inside a prompt: values that are not numbers are never committed."""
         verdicts: list[Verdict | ModelFault | None] = []
         for slot, tree, rows in zip(slots, trees, batch.logit_rows, strict=True):
-            logits = forward.logits[rows].cpu()
-            if not bool(torch.isfinite(logits.amax(-1)).all()):
-                verdicts.append(ModelFault("the model's logits are not finite numbers"))
-                continue
-            if not slot.complete:
-                verdicts.append(None)
-                continue
             seq = slot.seq
-            laws = NodeLaws(logits, seq, tree)
-            verdicts.append(seq.verifier.verify(tree, laws, seq.noise, len(seq.tokens)))
+            laws = NodeLaws(forward.logits[rows].cpu(), seq, tree)
+            if not laws.are_numbers:
+                verdicts.append(ModelFault("the model's logits are not finite numbers"))
+            elif not slot.complete:
+                verdicts.append(None)
+            else:
+                verdicts.append(seq.verifier.verify(tree, laws, seq.noise, len(seq.tokens)))
         return verdicts
 
     def _commit(

@@ -104,6 +104,12 @@ class SamplingParams:
             _number(f"logit_bias of token {token}", bias, -math.inf, math.inf, "a finite number")
 
     @property
+    def is_plain_greedy(self) -> bool:
+        """Whether the most likely token of the unprocessed logits is always the choice."""
+        changed = self.has_penalties or self.logit_bias or self.min_tokens
+        return self.temperature == 0.0 and not changed
+
+    @property
     def has_penalties(self) -> bool:
         """Whether the law of a token depends on the tokens before it."""
         return (

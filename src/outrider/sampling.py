@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from outrider.request import SamplingParams, Sequence
@@ -46,6 +47,18 @@ def law(
     # The largest score becomes 0 first: divided by a tiny temperature it would overflow.
     scores = (scores - scores.max()) / max(params.temperature, MIN_TEMPERATURE)
     return truncate(torch.softmax(scores, dim=-1), params)
+
+
+def best_tokens(logits: torch.Tensor) -> tuple[npt.NDArray[np.int64], bool]:
+    """The most likely token of each row of ``logits`` ``[R, V]``, the lowest id among equals, and
+    whether all rows are numbers: no NaN, no plus infinity, not minus infinity throughout.
+
+    numpy's argmax finds both in one pass of one thread. PyTorch would start its threads for it,
+    which then spin for a while on cores that the model needs.
+    """
+    rows = logits.float().numpy()
+    best = rows.argmax(-1)
+    return best, bool(np.isfinite(np.take_along_axis(rows, best[:, None], -1)).all())
 
 
 def adjust(
@@ -120,6 +133,7 @@ class NodeLaws:
     """The target's law at every node of one tree, each computed when first asked for.
 
     ``logits`` ``[1 + N, V]``: row 0 follows the sequence's last token, row 1 + i follows node i.
+    ``are_numbers``: see :func:`best_tokens`; without it the laws mean nothing.
     """
 
     def __init__(self, logits: torch.Tensor, seq: Sequence, tree: TokenTree) -> None:
@@ -127,7 +141,8 @@ class NodeLaws:
         self._seq = seq
         self._tree = tree
         self._laws: dict[int, torch.Tensor] = {}
-        # Without processors the greedy choice of every node is one call over all rows.
+        best, self.are_numbers = best_tokens(logits)
+        # Without processors that is the greedy choice of every node.
         params = seq.params
         self._plain_greedy: list[int] | None = None
         if (
@@ -136,7 +151,7 @@ class NodeLaws:
             and not params.logit_bias
             and seq.num_output >= params.min_tokens
         ):
-            self._plain_greedy = logits.argmax(-1).tolist()
+            self._plain_greedy = best.tolist()
 
     def __call__(self, node: int) -> torch.Tensor:
         """Law of the token after ``node``: float32 ``[V]``. Do not write to it."""

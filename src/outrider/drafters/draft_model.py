@@ -14,7 +14,7 @@ from outrider.drafters.base import Budget, DrafterContext, Feedback, Needs
 from outrider.errors import ConfigError, OutOfSlots
 from outrider.models.base import Model
 from outrider.request import Sequence
-from outrider.sampling import Role, adjust, law
+from outrider.sampling import Role, adjust, best_tokens, law
 from outrider.tree import ROOT, TokenTree
 
 CHUNK = 512
@@ -41,6 +41,13 @@ class _Growth:
     def drawn(self) -> bool:
         """Whether tokens are drawn from known laws rather than chosen."""
         return self.seq.verifier.needs_laws and self.seq.params.temperature > 0.0
+
+    def add(self, node: int, tokens: list[int], scores: list[float]) -> None:
+        """Give ``node`` children with these log-confidences of their own."""
+        base = 0.0 if node == ROOT else self.scores[node]
+        self.tokens += tokens
+        self.scores += [base + score for score in scores]
+        self.parents += [node] * len(tokens)
 
     def tree(self) -> TokenTree:
         return TokenTree(
@@ -158,7 +165,7 @@ class DraftModel:
             if row is None:
                 result.append(None)
                 continue
-            finite = bool(torch.isfinite(row.amax(-1)).all())
+            _, finite = best_tokens(row)
             if finite:  # otherwise growing finds out, and nothing is kept
                 chain = seq.tokens[kv.length(seq.id) :][: len(kv.scratch(seq.id))]
                 kv.commit(seq.id, np.arange(len(chain)), chain)
@@ -200,10 +207,15 @@ class DraftModel:
             for growth in growths:
                 if growth.failed or level >= growth.budget.depth or not growth.frontier:
                     continue
-                if not bool(torch.isfinite(growth.logits.amax(-1)).all()):
+                best, finite = best_tokens(growth.logits)
+                if not finite:
                     growth.failed = True
                     continue
-                self._expand(growth, level)
+                if self.width == 1 and growth.seq.params.is_plain_greedy:
+                    growth.add(growth.frontier[0], [int(best[0])], [0.0])
+                    growth.frontier = [len(growth.tokens) - 1]
+                else:
+                    self._expand(growth, level)
                 if level + 1 < growth.budget.depth and growth.frontier:
                     work = self._work(growth)
                     if work is not None:
@@ -228,11 +240,7 @@ class DraftModel:
         width = self._children(growth, level)
         first = len(growth.tokens)
         for node, logits in zip(growth.frontier, growth.logits, strict=True):
-            tokens, scores = self._choose(growth, node, logits, width)
-            base = growth.scores[node] if node != ROOT else 0.0
-            growth.tokens += tokens
-            growth.scores += [base + score for score in scores]
-            growth.parents += [node] * len(tokens)
+            growth.add(node, *self._choose(growth, node, logits, width))
         new = range(first, len(growth.tokens))
         if growth.drawn:
             growth.frontier = list(new[:1])
@@ -262,7 +270,7 @@ class DraftModel:
         prompt, ends = seq.request.prompt, seq.end_tokens
         if params.temperature == 0.0:
             scores = adjust(logits, params, prompt=prompt, output=output, end_tokens=ends)
-            if width == 1 and self.width == 1:
+            if self.width == 1:
                 return [int(scores.argmax())], [0.0]
             confidence = torch.log_softmax(scores, dim=-1)
         else:

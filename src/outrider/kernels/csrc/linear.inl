@@ -29,37 +29,57 @@ struct Input {
   }
 };
 
-// Prepare groups [g0, g1) of row m from x [num] (inputs from num on are padding).
-static void prepare(const Linear& l, Input& in, int m, const float* x, int num, int g0, int g1) {
+// Prepare groups [g0, g1) of row m. x holds the columns from first on; columns from num on are
+// padding.
+static void prepare(const Linear& l, Input& in, int m, const float* x, int first, int g0, int g1,
+                    int num) {
   if (l.format == BF16) {
     uint16_t* out = in.bf16.data() + static_cast<size_t>(m) * in.cols;
     const int stop = std::min(num, g1 * l.group);
-    int k = g0 * l.group;
-#if defined(__AVX512BF16__)
-    for (; k + 16 <= stop; k += 16)
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + k),
-                          (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x + k)));
-#endif
-    for (; k < stop; ++k) out[k] = float_to_bf16(x[k]);
-    for (; k < g1 * l.group; ++k) out[k] = 0;
+    for (int k = g0 * l.group; k < stop; ++k) out[k] = float_to_bf16(x[k - first]);
+    for (int k = std::max(stop, g0 * l.group); k < g1 * l.group; ++k) out[k] = 0;
     return;
   }
   for (int g = g0; g < g1; ++g) {
     const int k0 = g * l.group, k1 = std::min(num, k0 + l.group);
     int8_t* q = in.q.data() + static_cast<size_t>(m) * in.cols + k0;
     float largest = 0.0f, poison = 0.0f;
-    for (int k = k0; k < k1; ++k) {
-      largest = std::fmax(largest, std::fabs(x[k]));
-      poison += x[k] * 0.0f;  // NaN if any input is NaN or infinite
-    }
-    const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
     int32_t sum = 0;
-    for (int k = k0; k < k1; ++k) {
-      const int32_t v = static_cast<int32_t>(std::nearbyint(x[k] * inverse));
-      q[k - k0] = static_cast<int8_t>(v);
-      sum += v;
+    int k = k0;
+#if defined(__AVX512F__)
+    if (k1 - k0 == l.group) {  // group is a multiple of 16
+      __m512 top = _mm512_setzero_ps(), bad = _mm512_setzero_ps();
+      for (; k < k1; k += 16) {
+        const __m512 v = _mm512_loadu_ps(x + k - first);
+        top = _mm512_max_ps(top, _mm512_abs_ps(v));
+        bad = _mm512_add_ps(bad, _mm512_mul_ps(v, _mm512_setzero_ps()));
+      }
+      largest = _mm512_reduce_max_ps(top);
+      poison = _mm512_reduce_add_ps(bad);  // NaN if any input is NaN or infinite
+      const __m512 inverse = _mm512_set1_ps(largest > 0.0f ? 127.0f / largest : 0.0f);
+      __m512i total = _mm512_setzero_si512();
+      for (k = k0; k < k1; k += 16) {
+        const __m512i v = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + k - first), inverse));
+        total = _mm512_add_epi32(total, v);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(q + (k - k0)), _mm512_cvtsepi32_epi8(v));
+      }
+      sum = _mm512_reduce_add_epi32(total);
     }
-    for (int k = std::max(k0, k1); k < k0 + l.group; ++k) q[k - k0] = 0;
+#endif
+    if (k < k1 || k0 >= k1) {
+      for (k = k0; k < k1; ++k) {
+        const float size = std::fabs(x[k - first]);
+        largest = size > largest ? size : largest;
+        poison += x[k - first] * 0.0f;
+      }
+      const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+      for (k = k0; k < k1; ++k) {
+        const int32_t v = static_cast<int32_t>(std::nearbyint(x[k - first] * inverse));
+        q[k - k0] = static_cast<int8_t>(v);
+        sum += v;
+      }
+      for (k = std::max(k0, k1); k < k0 + l.group; ++k) q[k - k0] = 0;
+    }
     in.scale[static_cast<size_t>(m) * in.groups + g] = largest / 127.0f + poison;
     in.sum[static_cast<size_t>(m) * in.groups + g] = sum;
   }

@@ -7,6 +7,7 @@ struct Scratch {
   Input input, mid, down_input, head_input;
   std::vector<float> qkv, tile_out;
   std::vector<std::vector<float>> tiles, scores;
+  std::vector<std::vector<float>> blocks;  // 16 keys or values in float32
 };
 
 struct Job {
@@ -51,7 +52,7 @@ static void norm_prepare(const Job& job, const Linear& l, Input& in, const float
     const float r = inverse_rms(row, hidden, job.model.eps);
     const int k0 = std::min(hidden, g0 * l.group), k1 = std::min(hidden, g1 * l.group);
     for (int k = k0; k < k1; ++k) buffer[k] = row[k] * r * weight[k];
-    prepare(l, in, m, buffer.data(), hidden, g0, g1);
+    prepare(l, in, m, buffer.data(), 0, g0, g1, hidden);
   }
 }
 
@@ -116,113 +117,7 @@ static void rotate_and_store(const Job& job, const Layer& layer, int t, int n) {
   }
 }
 
-// One query of one head. Keys are taken in the order of their positions, whatever slots they lie
-// in and whatever other queries there are, so the result depends on the visible tokens alone.
-static void attend(const Job& job, const Layer& layer, const Row& row, int m, int head,
-                   std::vector<float>& scores, float* out) {
-  const Model& model = job.model;
-  const int d = model.head_dim, kv = model.num_kv_heads, q = m - row.start;
-  const int prefix = row.prefix_count[q], total = prefix + row.extra_count[q];
-  const int begin = layer.window > 0 ? std::max(0, total - layer.window) : 0;
-  const int base = begin & ~15;  // lanes belong to positions
-  const int64_t* extra = row.extra + static_cast<size_t>(q) * row.extra_stride;
-  const size_t key_offset = static_cast<size_t>(head / (model.num_heads / kv)) * d;
-  const size_t value_offset = key_offset + static_cast<size_t>(kv) * d;
-  const size_t slot_size = static_cast<size_t>(2) * kv * d;
-  const int padded = (total - base + 15) & ~15;
-  scores.resize(std::max<size_t>(scores.size(), padded));
-  float* p = scores.data();
-  for (int j = 0; j < begin - base; ++j) p[j] = -INFINITY;
-  for (int j = total - base; j < padded; ++j) p[j] = -INFINITY;
-  const auto slot_of = [&](int j) {
-    return layer.pool + (j < prefix ? row.prefix[j] : extra[j - prefix]) * slot_size;
-  };
-  const float* query = job.s.qkv.data() + static_cast<size_t>(m) * job.qkv_stride + head * d;
-
-#if defined(__AVX512BF16__)
-  __m512bh query16[8];
-  for (int i = 0; i < d / 32; ++i)
-    query16[i] = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(query + i * 32 + 16),
-                                     _mm512_loadu_ps(query + i * 32));
-  for (int j = begin; j < total; ++j) {
-    const uint16_t* key = slot_of(j) + key_offset;
-    __m512 acc = _mm512_setzero_ps();
-    for (int i = 0; i < d / 32; ++i)
-      acc = _mm512_dpbf16_ps(acc, query16[i], (__m512bh)_mm512_loadu_si512(key + i * 32));
-    p[j - base] = _mm512_reduce_add_ps(acc) * model.attention_scale;
-  }
-#else
-  for (int j = begin; j < total; ++j) {
-    const uint16_t* key = slot_of(j) + key_offset;
-    float lanes[16] = {};
-    for (int i = 0; i < d; i += 16)
-      for (int k = 0; k < 16; ++k) lanes[k] += query[i + k] * bf16_to_float(key[i + k]);
-    float sum = 0.0f;
-    for (float lane : lanes) sum += lane;
-    p[j - base] = sum * model.attention_scale;
-  }
-#endif
-
-  float lanes[16];
-  for (int k = 0; k < 16; ++k) lanes[k] = -INFINITY;
-  for (int j = 0; j < padded; j += 16)
-    for (int k = 0; k < 16; ++k) lanes[k] = p[j + k] > lanes[k] ? p[j + k] : lanes[k];
-  float top = lanes[0];
-  for (float lane : lanes) top = lane > top ? lane : top;
-  for (int k = 0; k < 16; ++k) lanes[k] = 0.0f;
-  for (int j = 0; j < padded; j += 16)
-    for (int k = 0; k < 16; ++k) {
-      const float e = p[j + k] == -INFINITY ? 0.0f : fast_exp(p[j + k] - top);
-      p[j + k] = e;
-      lanes[k] += e;
-    }
-  float sum = 0.0f;
-  for (float lane : lanes) sum += lane;
-  const float inverse = 1.0f / sum;
-
-#if defined(__AVX512F__)
-  __m512 acc[16];
-  for (int i = 0; i < d / 16; ++i) acc[i] = _mm512_setzero_ps();
-  for (int j = begin; j < total; ++j) {
-    const uint16_t* value = slot_of(j) + value_offset;
-    const __m512 weight = _mm512_set1_ps(p[j - base]);
-    for (int i = 0; i < d / 16; ++i) {
-      const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(value + i * 16));
-      const __m512 v = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-      acc[i] = _mm512_fmadd_ps(v, weight, acc[i]);
-    }
-  }
-  for (int i = 0; i < d / 16; ++i)
-    _mm512_storeu_ps(out + i * 16, _mm512_mul_ps(acc[i], _mm512_set1_ps(inverse)));
-#else
-  for (int i = 0; i < d; ++i) out[i] = 0.0f;
-  for (int j = begin; j < total; ++j) {
-    const uint16_t* value = slot_of(j) + value_offset;
-    const float weight = p[j - base];
-    for (int i = 0; i < d; ++i) out[i] += weight * bf16_to_float(value[i]);
-  }
-  for (int i = 0; i < d; ++i) out[i] *= inverse;
-#endif
-}
-
-static void attention(const Job& job, const Layer& layer, int t, int n) {
-  const int d = job.model.head_dim, heads = job.model.num_heads;
-  const Linear& out = layer.out;
-  std::vector<float>& tile = job.s.tiles[t];
-  tile.resize(std::max(tile.size(), static_cast<size_t>(heads) * d));
-  int unit = 0;
-  for (int r = 0; r < job.batch.num_rows; ++r) {
-    const Row& row = job.batch.rows[r];
-    for (int m = row.start; m < row.stop; ++m)
-      for (int head = 0; head < heads; ++head, ++unit) {
-        if (unit % n != t) continue;
-        // prepare() reads from the start of the row: only this head's groups are looked at.
-        attend(job, layer, row, m, head, job.s.scores[t], tile.data() + head * d);
-        prepare(out, job.s.mid, m, tile.data(), heads * d, head * d / out.group,
-                (head + 1) * d / out.group);
-      }
-  }
-}
+#include "attention.inl"
 
 static void gate_up(const Job& job, const Layer& layer, int t, int n) {
   const Linear &l = layer.gate_up, &down = layer.down;
@@ -257,10 +152,9 @@ static void gate_up(const Job& job, const Layer& layer, int t, int n) {
     }
     if (p + 1 != to && (p + 1) % step != 0) continue;
     const int g = p * kLanes / down.group;
-    for (int m = 0; m < rows; ++m)  // shifted so that the group's columns are where it looks
-      prepare(down, job.s.down_input, m,
-              held + static_cast<size_t>(m) * width - static_cast<size_t>(g) * down.group, inter, g,
-              g + 1);
+    for (int m = 0; m < rows; ++m)
+      prepare(down, job.s.down_input, m, held + static_cast<size_t>(m) * width, g * down.group, g,
+              g + 1, inter);
   }
 }
 
@@ -333,6 +227,7 @@ static void size_scratch(const Model& model, const Batch& batch, Scratch& s, int
   const int rows = batch.num_tokens;
   s.tiles.resize(std::max<size_t>(s.tiles.size(), threads));
   s.scores.resize(std::max<size_t>(s.scores.size(), threads));
+  s.blocks.resize(std::max<size_t>(s.blocks.size(), threads));
   size_t qkv = 0, out = 0;
   for (int i = 0; i < model.num_layers; ++i) {
     const Layer& l = model.layers[i];
