@@ -292,6 +292,56 @@ def bench(
         write_json(json_path, rows, environment=environment(), settings=settings)
 
 
+@app.command()
+def profile(
+    model: Model = "smollm2-135m-instruct",
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write everything measured to this file.")
+    ] = None,
+    png: Annotated[Path | None, typer.Option(help="Plot t(M) to this file.")] = None,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Context lengths. Repeatable.", show_default="64, 512, 2048"),
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds over all M.")] = 9,
+    dtype: Dtype = "bfloat16",
+    device: Device = "cpu",
+    num_slots: Slots = None,
+    kernels: Kernels = True,
+    threads: Threads = None,
+) -> None:
+    """Measure t(M), the time of a forward over M tokens, and what speculation could gain at most.
+
+    Example: outrider profile -m smollm2-135m-instruct --dtype int8 --png t.png
+    """
+    from rich.progress import Progress
+
+    from outrider.bench import profile as profiling
+    from outrider.bench.report import print_profile
+    from outrider.models.load import load
+
+    for option, path in (("--json", json_path), ("--png", png)):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"{option} {path}: the folder {path.parent} does not exist")
+    _threads(threads)
+    loaded = load(model, dtype=dtype, device=device, num_slots=num_slots, kernels=kernels)
+    with Progress(console=_console(stderr=True)) as bar:
+        task = bar.add_task("rounds", total=None)
+        result = profiling.profile(
+            loaded,
+            dtype,
+            contexts=context or profiling.CONTEXTS,
+            repeats=repeats,
+            progress=lambda done, of: bar.update(task, completed=done, total=of),
+        )
+    print_profile(_console(), result)
+    profiling.save(result, profiling.stored_path(loaded, dtype))
+    if json_path is not None:
+        profiling.save(result, json_path)
+    if png is not None:
+        profiling.plot(result, png)
+
+
 def _llm(
     model: str,
     drafter: str,

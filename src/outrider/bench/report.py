@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -20,6 +20,9 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.bench.runner import Row
+
+if TYPE_CHECKING:
+    from outrider.bench.profile import Profile
 
 
 def environment() -> dict[str, Any]:
@@ -81,6 +84,34 @@ def print_table(console: Console, rows: Sequence[Row], *, model: str, dtype: str
             f"near-tie: the first different token was within rounding of the expected one "
             f"(largest gap {gap:.3g} in the logits)."
         )
+
+
+def print_profile(console: Console, result: Profile) -> None:
+    """t(M) by context, and what follows from it."""
+    table = Table(
+        box=SIMPLE_HEAD, pad_edge=False, title=f"{result.model}, {result.dtype}: t(M) in ms"
+    )
+    table.add_column("M", justify="right")
+    for context in result.t_by_context:
+        table.add_column(f"context {context}", justify="right")
+    table.add_column(f"t(M) / t(1) at {result.context}", justify="right")
+    for size, seconds in result.t_of_m.items():
+        times = [times[size] for times in result.t_by_context.values()]
+        ratio = seconds / result.t_of_m["1"]
+        table.add_row(size, *(f"{1e3 * t:.2f}" for t in times), f"{ratio:.2f}")
+    console.print(table)
+    if result.bandwidth is not None and result.limit is not None and result.read_rate is not None:
+        console.print(
+            f"one token: {1e3 * result.parts['whole']:.2f} ms, of it the linears "
+            f"{1e3 * result.parts['linears']:.2f} and the rest {1e3 * result.parts['rest']:.2f}\n"
+            f"weights: {(result.weight_bytes or 0) / 1e6:.0f} MB, read at "
+            f"{result.read_rate / 1e9:.1f} GB/s; a plain read reaches "
+            f"{result.bandwidth / 1e9:.1f} GB/s, the limit is {1e3 * result.limit:.2f} ms a token"
+        )
+    console.print(
+        f"speculation could gain at most {result.largest_speedup:.2f}, with "
+        f"{result.largest_speedup_at} tokens a forward, free drafts and all of them right"
+    )
 
 
 def _interval(row: Row) -> str:

@@ -144,6 +144,9 @@ class Library:
             ctypes.POINTER(Linear), ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p,
             ctypes.c_int,
         ]  # fmt: skip
+        self.read = getattr(lib, f"outrider_read_{isa}")
+        self.read.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        self.read.restype = ctypes.c_uint64
         self.scratch = getattr(lib, f"outrider_scratch_{isa}")
         self.scratch.restype = ctypes.c_void_p
         self.scratch_free = getattr(lib, f"outrider_scratch_free_{isa}")

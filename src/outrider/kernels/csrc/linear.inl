@@ -153,6 +153,12 @@ static void panel_int(const Linear& l, const Input& in, int m0, int panel, float
       }
     }
     const __m512 s0 = load_half(scales + g * kLanes), s1 = load_half(scales + g * kLanes + 16);
+    __m512 o0 = _mm512_setzero_ps(), o1 = _mm512_setzero_ps();
+    if (offsets) {
+      o0 = load_half(offsets + g * kLanes);
+      o1 = load_half(offsets + g * kLanes + 16);
+    }
+#pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
       const float xs = in.scale[static_cast<size_t>(m0 + m) * groups + g];
       const __m512 scale = _mm512_set1_ps(xs);
@@ -163,8 +169,8 @@ static void panel_int(const Linear& l, const Input& in, int m0, int panel, float
       if (offsets) {
         const float sum = static_cast<float>(in.sum[static_cast<size_t>(m0 + m) * groups + g]);
         const __m512 weight = _mm512_set1_ps(xs * sum);
-        total[m][0] = _mm512_fmadd_ps(load_half(offsets + g * kLanes), weight, total[m][0]);
-        total[m][1] = _mm512_fmadd_ps(load_half(offsets + g * kLanes + 16), weight, total[m][1]);
+        total[m][0] = _mm512_fmadd_ps(o0, weight, total[m][0]);
+        total[m][1] = _mm512_fmadd_ps(o1, weight, total[m][1]);
       }
     }
   }

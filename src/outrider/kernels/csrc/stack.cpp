@@ -71,4 +71,30 @@ int JOIN(outrider_linear_, ISA)(const Linear* l, const float* x, int rows, int n
   }
   return 0;
 }
+
+// Reads num bytes (a multiple of 64) on all threads: the bandwidth that a plain read reaches.
+struct ReadJob {
+  const uint64_t* data;
+  size_t num;
+  uint64_t sums[64];
+};
+
+static void run_read(void* context, int t, int n) {
+  ReadJob& job = *static_cast<ReadJob*>(context);
+  const size_t words = job.num / 8, from = words / 8 * t / n * 8, to = words / 8 * (t + 1) / n * 8;
+  uint64_t lanes[8] = {};
+  for (size_t i = from; i < to; i += 8)
+    for (int k = 0; k < 8; ++k) lanes[k] += job.data[i + k];
+  uint64_t sum = 0;
+  for (uint64_t lane : lanes) sum += lane;
+  job.sums[t & 63] += sum;
+}
+
+uint64_t JOIN(outrider_read_, ISA)(const void* data, size_t num, int threads) {
+  ReadJob job{static_cast<const uint64_t*>(data), num, {}};
+  pool_run(threads, run_read, &job);
+  uint64_t sum = 0;
+  for (uint64_t one : job.sums) sum += one;
+  return sum;
+}
 }
