@@ -6,7 +6,8 @@
 // that each block is widened to float32 once.
 #pragma once
 
-static constexpr int kTile = 8;    // queries that share a pass over the keys
+static constexpr int kTile = 16;   // queries that share a pass over the keys
+static constexpr int kGroup = 4;   // queries whose sums are held in registers together
 static constexpr int kBlock = 16;  // keys at a time
 
 struct Query {
@@ -42,53 +43,86 @@ static void widen(const Layer& layer, const Query& query, int from, int to, size
 
 #if defined(__AVX512F__)
 
-// Lane i of the result is the sum of a[i].
-static inline __m512 add_across(const __m512* a) {
-  __m512 t[8], u[4];
-  for (int i = 0; i < 8; ++i)
-    t[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]),
-                         _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
-  for (int i = 0; i < 4; ++i) {
-    const __m512d x = _mm512_castps_pd(t[2 * i]), y = _mm512_castps_pd(t[2 * i + 1]);
-    u[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)),
-                         _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
-  }
-  const __m512 v0 = _mm512_add_ps(_mm512_shuffle_f32x4(u[0], u[1], 0x88),
-                                  _mm512_shuffle_f32x4(u[0], u[1], 0xdd));
-  const __m512 v1 = _mm512_add_ps(_mm512_shuffle_f32x4(u[2], u[3], 0x88),
-                                  _mm512_shuffle_f32x4(u[2], u[3], 0xdd));
-  return _mm512_add_ps(_mm512_shuffle_f32x4(v0, v1, 0x88), _mm512_shuffle_f32x4(v0, v1, 0xdd));
-}
-
-// scores[16] = products of the query with the 16 vectors of block.
-static inline void products(const float* query, const float* block, int d, float scale,
-                            float* scores) {
-  __m512 acc[16];
-  const __m512 first = _mm512_loadu_ps(query);
-  for (int j = 0; j < 16; ++j)
-    acc[j] = _mm512_mul_ps(first, _mm512_loadu_ps(block + static_cast<size_t>(j) * d));
-  for (int i = 16; i < d; i += 16) {
-    const __m512 q = _mm512_loadu_ps(query + i);
-    for (int j = 0; j < 16; ++j)
-      acc[j] = _mm512_fmadd_ps(q, _mm512_loadu_ps(block + static_cast<size_t>(j) * d + i), acc[j]);
-  }
-  _mm512_storeu_ps(scores, _mm512_mul_ps(add_across(acc), _mm512_set1_ps(scale)));
-}
-
-// out[d] += sum of weights[j] * block[j], in the order of j.
-static inline void mix(const float* weights, const float* block, int count, int d, float* out) {
-  for (int i = 0; i < d; i += 64) {
-    const int lanes = d - i < 64 ? (d - i) / 16 : 4;
-    __m512 acc[4];
-    for (int k = 0; k < lanes; ++k) acc[k] = _mm512_loadu_ps(out + i + k * 16);
-    for (int j = 0; j < count; ++j) {
-      const __m512 w = _mm512_set1_ps(weights[j]);
-      const float* v = block + static_cast<size_t>(j) * d + i;
-      for (int k = 0; k < lanes; ++k)
-        acc[k] = _mm512_fmadd_ps(_mm512_loadu_ps(v + k * 16), w, acc[k]);
+// block [16][d] -> turned [d][16], so that a lane stands for a key.
+static void turn(const float* block, int d, float* turned) {
+  for (int i = 0; i < d; i += 16) {
+    __m512 a[16], b[16];
+    for (int j = 0; j < 16; ++j) a[j] = _mm512_loadu_ps(block + static_cast<size_t>(j) * d + i);
+    for (int j = 0; j < 16; j += 2) {
+      b[j] = _mm512_unpacklo_ps(a[j], a[j + 1]);
+      b[j + 1] = _mm512_unpackhi_ps(a[j], a[j + 1]);
     }
-    for (int k = 0; k < lanes; ++k) _mm512_storeu_ps(out + i + k * 16, acc[k]);
+    for (int j = 0; j < 16; j += 4)
+      for (int k = 0; k < 2; ++k) {
+        const __m512d x = _mm512_castps_pd(b[j + k]), y = _mm512_castps_pd(b[j + 2 + k]);
+        a[j + 2 * k] = _mm512_castpd_ps(_mm512_unpacklo_pd(x, y));
+        a[j + 2 * k + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
+      }
+    // a[4 g + c] holds, in its 128-bit lane l, column 4 l + c of rows 4 g .. 4 g + 3.
+    for (int c = 0; c < 4; ++c) {
+      const __m512 p = _mm512_shuffle_f32x4(a[c], a[4 + c], 0x88);
+      const __m512 q = _mm512_shuffle_f32x4(a[c], a[4 + c], 0xdd);
+      const __m512 r = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0x88);
+      const __m512 t = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0xdd);
+      float* out = turned + static_cast<size_t>(i + c) * 16;
+      _mm512_storeu_ps(out, _mm512_shuffle_f32x4(p, r, 0x88));
+      _mm512_storeu_ps(out + 4 * 16, _mm512_shuffle_f32x4(q, t, 0x88));
+      _mm512_storeu_ps(out + 8 * 16, _mm512_shuffle_f32x4(p, r, 0xdd));
+      _mm512_storeu_ps(out + 12 * 16, _mm512_shuffle_f32x4(q, t, 0xdd));
+    }
   }
+}
+
+// scores[i][16] = products of N queries with the 16 keys of turned [d][16]. Four sums for each
+// query, whatever N is: the order of the additions does not depend on it.
+template <int N>
+static inline void products(const float* const* queries, const float* turned, int d, float scale,
+                            float* const* scores) {
+  __m512 acc[N][4];
+  for (int i = 0; i < N; ++i)
+    for (int k = 0; k < 4; ++k) acc[i][k] = _mm512_setzero_ps();
+  for (int c = 0; c < d; c += 4)
+    for (int k = 0; k < 4; ++k) {
+      const __m512 key = _mm512_loadu_ps(turned + static_cast<size_t>(c + k) * 16);
+      for (int i = 0; i < N; ++i)
+        acc[i][k] = _mm512_fmadd_ps(_mm512_set1_ps(queries[i][c + k]), key, acc[i][k]);
+    }
+  for (int i = 0; i < N; ++i) {
+    const __m512 sum = _mm512_add_ps(_mm512_add_ps(acc[i][0], acc[i][1]),
+                                     _mm512_add_ps(acc[i][2], acc[i][3]));
+    _mm512_storeu_ps(scores[i], _mm512_mul_ps(sum, _mm512_set1_ps(scale)));
+  }
+}
+
+// out[i][d] += sum of weights[i][j] * block[j], in the order of j, for N queries.
+template <int N>
+static inline void mix(const float* const* weights, const float* block, int count, int d,
+                       float* const* out) {
+  int c = 0;
+  for (; c + 64 <= d; c += 64) {
+    __m512 acc[N][4];
+    for (int i = 0; i < N; ++i)
+      for (int k = 0; k < 4; ++k) acc[i][k] = _mm512_loadu_ps(out[i] + c + k * 16);
+    for (int j = 0; j < count; ++j) {
+      const float* v = block + static_cast<size_t>(j) * d + c;
+      __m512 value[4];
+      for (int k = 0; k < 4; ++k) value[k] = _mm512_loadu_ps(v + k * 16);
+      for (int i = 0; i < N; ++i) {
+        const __m512 w = _mm512_set1_ps(weights[i][j]);
+        for (int k = 0; k < 4; ++k) acc[i][k] = _mm512_fmadd_ps(value[k], w, acc[i][k]);
+      }
+    }
+    for (int i = 0; i < N; ++i)
+      for (int k = 0; k < 4; ++k) _mm512_storeu_ps(out[i] + c + k * 16, acc[i][k]);
+  }
+  for (; c < d; c += 16)
+    for (int i = 0; i < N; ++i) {
+      __m512 acc = _mm512_loadu_ps(out[i] + c);
+      for (int j = 0; j < count; ++j)
+        acc = _mm512_fmadd_ps(_mm512_loadu_ps(block + static_cast<size_t>(j) * d + c),
+                              _mm512_set1_ps(weights[i][j]), acc);
+      _mm512_storeu_ps(out[i] + c, acc);
+    }
 }
 
 static inline __m512 exp16(__m512 x) {
@@ -129,21 +163,32 @@ static float soften(float* scores, int num) {
 
 #else
 
-static inline void products(const float* query, const float* block, int d, float scale,
-                            float* scores) {
-  for (int j = 0; j < 16; ++j) {
-    float lanes[16] = {};
-    for (int i = 0; i < d; i += 16)
-      for (int k = 0; k < 16; ++k) lanes[k] += query[i + k] * block[static_cast<size_t>(j) * d + i + k];
-    float sum = 0.0f;
-    for (float lane : lanes) sum += lane;
-    scores[j] = sum * scale;
+static void turn(const float* block, int d, float* turned) {
+  for (int j = 0; j < 16; ++j)
+    for (int c = 0; c < d; ++c)
+      turned[static_cast<size_t>(c) * 16 + j] = block[static_cast<size_t>(j) * d + c];
+}
+
+template <int N>
+static inline void products(const float* const* queries, const float* turned, int d, float scale,
+                            float* const* scores) {
+  for (int i = 0; i < N; ++i) {
+    float acc[4][16] = {};
+    for (int c = 0; c < d; c += 4)
+      for (int k = 0; k < 4; ++k)
+        for (int j = 0; j < 16; ++j)
+          acc[k][j] += queries[i][c + k] * turned[static_cast<size_t>(c + k) * 16 + j];
+    for (int j = 0; j < 16; ++j)
+      scores[i][j] = ((acc[0][j] + acc[1][j]) + (acc[2][j] + acc[3][j])) * scale;
   }
 }
 
-static inline void mix(const float* weights, const float* block, int count, int d, float* out) {
-  for (int j = 0; j < count; ++j)
-    for (int i = 0; i < d; ++i) out[i] += weights[j] * block[static_cast<size_t>(j) * d + i];
+template <int N>
+static inline void mix(const float* const* weights, const float* block, int count, int d,
+                       float* const* out) {
+  for (int i = 0; i < N; ++i)
+    for (int j = 0; j < count; ++j)
+      for (int c = 0; c < d; ++c) out[i][c] += weights[i][j] * block[static_cast<size_t>(j) * d + c];
 }
 
 static float soften(float* scores, int num) {
@@ -162,12 +207,42 @@ static float soften(float* scores, int num) {
 
 #endif
 
-// Whether the keys [from, to) are the same slots for every query of the tile that sees them.
-static inline bool shared_block(const Query* tile, int count, int to) {
-  for (int i = 0; i < count; ++i)
-    if (tile[i].total > tile[i].prefix && to > tile[i].prefix) return false;
-  return true;
-}
+// The queries of a tile that see keys of the block at `from`, in groups that go together: all of
+// them where the block's slots are the same for all, else each alone. Each group is of at most
+// kGroup queries; widen_now says when the block has to be read (again), for `widest`, up to stop.
+struct Sharing {
+  Query* tile;
+  int count, from, at = 0;
+  bool shared = true, fresh = true, widen_now = false;
+  Query* widest = nullptr;
+  int stop = 0;
+  Query* members[kGroup];
+
+  Sharing(Query* tile, int count, int from) : tile(tile), count(count), from(from) {
+    for (int i = 0; i < count; ++i) {
+      const Query& q = tile[i];
+      if (q.total > q.prefix && from + kBlock > q.prefix) shared = false;
+      if (sees(q) && (widest == nullptr || q.total > widest->total)) widest = &tile[i];
+    }
+    if (widest != nullptr) stop = std::min(from + kBlock, widest->total);
+  }
+
+  bool sees(const Query& q) const { return q.total > from && from + kBlock > q.begin; }
+
+  int next() {
+    int num = 0;
+    for (; at < count && num < (shared ? kGroup : 1); ++at)
+      if (sees(tile[at])) members[num++] = &tile[at];
+    if (num == 0) return 0;
+    widen_now = fresh || !shared;
+    fresh = false;
+    if (!shared) {
+      widest = members[0];
+      stop = std::min(from + kBlock, widest->total);
+    }
+    return num;
+  }
+};
 
 // Queries of one row and key-value head; outputs [count][d].
 static void attend_tile(const Job& job, const Layer& layer, Query* tile, int count, int t,
@@ -187,30 +262,34 @@ static void attend_tile(const Job& job, const Layer& layer, Query* tile, int cou
   std::vector<float>& scores = job.s.scores[t];
   scores.resize(std::max(scores.size(), static_cast<size_t>(count) * width));
   std::vector<float>& block = job.s.blocks[t];
-  block.resize(std::max(block.size(), static_cast<size_t>(kBlock) * d));
+  block.resize(std::max(block.size(), static_cast<size_t>(2 * kBlock) * d));
+  float* turned = block.data() + static_cast<size_t>(kBlock) * d;
   for (int i = 0; i < count; ++i) tile[i].scores = scores.data() + static_cast<size_t>(i) * width;
 
   for (int from = first; from < last; from += kBlock) {
-    const int to = from + kBlock;
-    const bool shared = shared_block(tile, count, to);
-    int widened = -1;  // how many keys of the block lie in the buffer
+    Sharing sharing(tile, count, from);
+    while (const int num = sharing.next()) {
+      const float* vectors[kGroup];
+      float* targets[kGroup];
+      for (int i = 0; i < num; ++i) {
+        vectors[i] = sharing.members[i]->vector;
+        targets[i] = sharing.members[i]->scores + (from - first);
+      }
+      if (sharing.widen_now) {
+        widen(layer, *sharing.widest, from, sharing.stop, slot_size, keys, d, block.data());
+        turn(block.data(), d, turned);
+      }
+      switch (num) {
+        case 1: products<1>(vectors, turned, d, model.attention_scale, targets); break;
+        case 2: products<2>(vectors, turned, d, model.attention_scale, targets); break;
+        case 3: products<3>(vectors, turned, d, model.attention_scale, targets); break;
+        default: products<4>(vectors, turned, d, model.attention_scale, targets); break;
+      }
+    }
     for (int i = 0; i < count; ++i) {
-      Query& q = tile[i];
-      float* p = q.scores + (from - first);
-      const int stop = std::min(to, q.total);
-      if (stop <= from || to <= q.begin) {
-        for (int k = 0; k < kBlock; ++k) p[k] = -INFINITY;
-        continue;
-      }
-      if (!shared || widened < stop - from) {
-        widen(layer, q, from, stop, slot_size, keys, d, block.data());
-        for (size_t k = static_cast<size_t>(stop - from) * d; k < static_cast<size_t>(kBlock) * d; ++k)
-          block[k] = 0.0f;
-        widened = stop - from;
-      }
-      products(q.vector, block.data(), d, model.attention_scale, p);
+      float* p = tile[i].scores + (from - first);
       for (int k = 0; k < kBlock; ++k)
-        if (from + k < q.begin || from + k >= q.total) p[k] = -INFINITY;
+        if (from + k < tile[i].begin || from + k >= tile[i].total) p[k] = -INFINITY;
     }
   }
   float inverse[kTile];
@@ -219,18 +298,24 @@ static void attend_tile(const Job& job, const Layer& layer, Query* tile, int cou
     for (int k = 0; k < d; ++k) out[static_cast<size_t>(i) * d + k] = 0.0f;
   }
   for (int from = first; from < last; from += kBlock) {
-    const int to = from + kBlock;
-    const bool shared = shared_block(tile, count, to);
-    int widened = -1;
-    for (int i = 0; i < count; ++i) {
-      Query& q = tile[i];
-      const int stop = std::min(to, q.total);
-      if (stop <= from || to <= q.begin) continue;
-      if (!shared || widened < stop - from) {
-        widen(layer, q, from, stop, slot_size, values, d, block.data());
-        widened = stop - from;
+    Sharing sharing(tile, count, from);
+    while (const int num = sharing.next()) {
+      const float* weights[kGroup];
+      float* targets[kGroup];
+      for (int i = 0; i < num; ++i) {
+        weights[i] = sharing.members[i]->scores + (from - first);
+        targets[i] = out + static_cast<size_t>(sharing.members[i] - tile) * d;
       }
-      mix(q.scores + (from - first), block.data(), stop - from, d, out + static_cast<size_t>(i) * d);
+      if (sharing.widen_now)
+        widen(layer, *sharing.widest, from, sharing.stop, slot_size, values, d, block.data());
+      // Keys that a query does not see have weight 0; adding 0 changes no sum.
+      const int seen = sharing.stop - from;
+      switch (num) {
+        case 1: mix<1>(weights, block.data(), seen, d, targets); break;
+        case 2: mix<2>(weights, block.data(), seen, d, targets); break;
+        case 3: mix<3>(weights, block.data(), seen, d, targets); break;
+        default: mix<4>(weights, block.data(), seen, d, targets); break;
+      }
     }
   }
   for (int i = 0; i < count; ++i)
