@@ -37,6 +37,10 @@ Device = Annotated[str, typer.Option(help="Where the models run: cpu or cuda.")]
 Kernels = Annotated[
     bool, typer.Option("--kernels/--no-kernels", help="C++ kernels, or PyTorch alone.")
 ]
+Exact = Annotated[
+    bool,
+    typer.Option("--exact", help="Refuse to run where bits depend on the number of rows."),
+]
 Threads = Annotated[
     int | None, typer.Option(min=1, help="CPU threads.", show_default="PyTorch's choice")
 ]
@@ -157,6 +161,7 @@ def generate(
     device: Device = "cpu",
     num_slots: Slots = None,
     kernels: Kernels = True,
+    exact: Exact = False,
     threads: Threads = None,
 ) -> None:
     """Answer one prompt. The text streams to standard output, a summary goes to standard error.
@@ -192,7 +197,11 @@ def generate(
     from outrider.generate import print_answers
 
     print_answers(
-        _llm(model, drafter, verifier, dtype, draft_dtype, device, num_slots, kernels=kernels),
+        _llm(
+            *(model, drafter, verifier, dtype, draft_dtype, device, num_slots),
+            kernels=kernels,
+            exact=exact,
+        ),
         text,
         params,
         system=system,
@@ -229,6 +238,7 @@ def bench(
     device: Device = "cpu",
     num_slots: Slots = None,
     kernels: Kernels = True,
+    exact: Exact = False,
     threads: Threads = None,
 ) -> None:
     """Compare drafters with plain decoding on the same prompts, interleaved.
@@ -261,6 +271,7 @@ def bench(
     llm = _llm(
         *(model, "none", "coupled", dtype, draft_dtype, device, num_slots),
         kernels=kernels,
+        exact=exact,
         prefix_cache=False,
     )
     with Progress(

@@ -12,10 +12,11 @@ from outrider.config import EngineConfig
 from outrider.drafters import make_drafter, parse_spec
 from outrider.drafters.base import DrafterContext
 from outrider.engine import Engine
-from outrider.errors import ModelFault
+from outrider.errors import ConfigError, ModelFault
 from outrider.metrics import Stats
 from outrider.models.base import Model
 from outrider.models.load import LoadedModel, load, same_vocabulary
+from outrider.models.native import NativeDecoder
 from outrider.request import FinishReason, Request, SamplingParams, Sequence, TokenLogprob
 from outrider.verify import make_verifier
 
@@ -35,7 +36,8 @@ class LLM:
     """A target model with its engine.
 
     ``model`` and the MODEL of a drafter ``draft:MODEL`` are names that
-    :func:`outrider.models.load.load` takes. Every draft model is loaded once.
+    :func:`outrider.models.load.load` takes. Every draft model is loaded once. ``exact`` refuses a
+    target whose arithmetic could make speculative and plain tokens differ at near-ties.
 
         llm = LLM("smollm2-135m-instruct", drafter="ngram:k=8")
         print(llm.generate("Write a haiku about rivers.").text)
@@ -53,6 +55,7 @@ class LLM:
         num_slots: int | None = None,
         prefix_cache: bool = True,
         kernels: bool = True,
+        exact: bool = False,
         config: EngineConfig | None = None,
         progress: bool = False,
     ) -> None:
@@ -67,6 +70,11 @@ class LLM:
             progress=progress,
         )
         self.target = self._load(model, dtype=dtype)
+        if exact and not isinstance(self.target.model, NativeDecoder):
+            raise ConfigError(
+                f"exact decoding with dtype {dtype} on {device} needs the C++ kernels; use dtype "
+                "bfloat16, int8 or int4 on the CPU, with the kernels"
+            )
         self._draft_dtype = draft_dtype or dtype
         self.drafts: dict[str, LoadedModel] = {}
         self._ids = count()
