@@ -1,0 +1,179 @@
+"""The command line, in one process: what it prints, what it refuses, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gguf_writer import make_hf, write_gguf
+from outrider.cli import main
+
+PROMPT = "the heat in a thing"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("cli") / "llama.gguf"
+    write_gguf(make_hf("llama"), path, "llama")
+    return str(path)
+
+
+class Result:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    def call(*arguments: object) -> Result:
+        with pytest.raises(SystemExit) as stopped:
+            main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return Result(int(stopped.value.code or 0), captured.out, captured.err)
+
+    return call
+
+
+def generate(run: Any, model: str, *options: object) -> dict[str, Any]:
+    result = run(
+        *("generate", PROMPT, "-m", model, "--dtype", "float32", "--max-tokens", 12),
+        *("--ignore-eos", "--json", "--num-slots", 64),
+        *options,
+    )
+    assert result.code == 0, result.err
+    answer: dict[str, Any] = json.loads(result.out)
+    return answer
+
+
+def test_generate_json(run: Any, model: str) -> None:
+    answer = generate(run, model)
+    assert set(answer) == {"text", "token_ids", "finish_reason", "stats"}
+    assert (len(answer["token_ids"]), answer["finish_reason"]) == (12, "length")
+    stats = answer["stats"]
+    assert {
+        *("tokens", "target_forwards", "acceptance_length", "drafted", "accepted"),
+        *("acceptance_rate", "seconds", "tokens_per_second"),
+    } <= set(stats)
+    assert stats["tokens"] == 12
+    assert stats["acceptance_length"] * stats["target_forwards"] == pytest.approx(12)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_every_drafter_gives_the_same_tokens(run: Any, model: str, temperature: int) -> None:
+    options = ("--temperature", temperature, "--seed", 5)
+    plain = generate(run, model, *options)
+    for drafter in (
+        "ngram:n=2,k=4",
+        "suffix:k=4,width=2",
+        f"draft:{model},k=3",
+        f"draft:{model},k=4,width=2",
+        f"ensemble:[ngram:k=2,draft:{model},k=2]",
+    ):
+        answer = generate(run, model, *options, "--drafter", drafter)
+        assert answer["token_ids"] == plain["token_ids"], drafter
+        assert 0 <= answer["stats"]["accepted"] <= answer["stats"]["drafted"]
+    assert answer["stats"]["accepted"] > 0
+
+
+def test_several_answers_and_logprobs(run: Any, model: str) -> None:
+    answer = generate(run, model, "-t", 1, "--seed", 1, "--n", 3, "--logprobs", 2)
+    assert len(answer["samples"]) == 3
+    assert answer["samples"][0]["token_ids"] == answer["token_ids"]
+    assert answer["stats"]["tokens"] == 36
+    assert [len(p["top"]) for p in answer["logprobs"]] == [2] * 12
+    assert len({tuple(sample["token_ids"]) for sample in answer["samples"]}) > 1
+
+
+def test_generate_streams_text(run: Any, model: str) -> None:
+    options = ("--dtype", "float32", "--max-tokens", 12, "--ignore-eos", "--num-slots", 64)
+    result = run("generate", PROMPT, "-m", model, *options)
+    assert result.code == 0
+    assert result.out.rstrip("\n") == generate(run, model)["text"].rstrip("\n")
+    assert "12 tokens in" in result.err
+
+
+def test_bench_json(run: Any, model: str, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [
+        {"question_id": i, "category": name, "turns": turns}
+        for i, (name, turns) in enumerate([("one", ["the heat"]), ("two", ["in a", "thing"])])
+    ]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = tmp_path / "out.json"
+    result = run(
+        *("bench", "-m", model, "--dtype", "float32", "--prompts", prompts, "--json", out),
+        *("-d", "ngram:k=4", "-d", f"draft:{model},k=3", "--max-tokens", 6, "--repeats", 2),
+        *("--verifier", "coupled", "--verifier", "rejection", "--num-slots", 64),
+    )
+    assert result.code == 0, result.err
+    document = json.loads(out.read_text())
+    rows = document["rows"]
+    assert [row["workload"] for row in rows[:5]] == ["one"] * 5
+    assert {row["workload"] for row in rows} == {"one", "two", "all"}
+    assert {
+        *("drafter", "verifier", "workload", "exact", "token_match", "tokens_per_second"),
+        *("speedup", "speedup_low", "speedup_high", "acceptance_length", "acceptance_rate"),
+        "acceptance_by_position",
+    } <= set(rows[0])
+    assert all(row["exact"] is True and row["token_match"] == 1.0 for row in rows)
+    assert rows[0]["speedup"] == 1.0
+    assert rows[0]["drafter"] == "none"
+    assert document["environment"]["torch"]
+    assert "same tokens" in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("generate", "x", "-m", "nothing-like-this"), "no model named 'nothing-like-this'"),
+        (("generate", "x", "-d", "ngrm"), "unknown drafter 'ngrm'"),
+        (("generate", "x", "-d", "ngram:q=1"), "unknown option 'q'"),
+        (("generate", "x", "-d", "draft:k=1"), "expected MODEL before the options"),
+        (("generate", "x", "--verifier", "hope"), "unknown verifier 'hope'"),
+        (("generate", " "), "the prompt is empty"),
+        (("generate", "x", "--prompt", "y"), "the prompt is given twice"),
+        (("generate", "--prompt-file", "/nowhere"), "--prompt-file /nowhere"),
+        (("generate", "x", "--temperature=-1"), "temperature is -1.0, expected 0 or more"),
+        (("generate", "x", "--top-p", "nan"), "top_p is nan"),
+        (("generate", "x", "--max-tokens", "0"), "max_tokens is 0, expected 1 or more"),
+        (("generate", "x", "--logit-bias", "a=b"), "expected ID=BIAS"),
+        (("generate", "x", "--logprobs", "2"), "add --json"),
+        (("generate", "x", "--raw", "--system", "y"), "leave out --raw"),
+        (("generate", "x", "--nonsense"), "No such option"),
+        (("bench", "--prompts", "/nowhere.jsonl"), "/nowhere.jsonl"),
+        (("bench", "--json", "/nowhere/out.json"), "the folder /nowhere does not exist"),
+        (("profile", "--png", "/nowhere/out.png"), "the folder /nowhere does not exist"),
+        (("frobnicate",), "No such command"),
+    ],
+)
+def test_mistakes_are_one_line(run: Any, arguments: tuple[str, ...], message: str) -> None:
+    result = run(*arguments)
+    assert result.code == 2
+    assert message in result.err
+    assert result.err.startswith("outrider: ")
+    assert result.err.count("\n") == 1
+    assert result.out == ""
+
+
+def test_too_long_a_prompt_and_foreign_drafts(run: Any, model: str, tmp_path: Path) -> None:
+    options = ("-m", model, "--dtype", "float32", "--num-slots", 8)
+    result = run("generate", PROMPT * 3, *options)
+    assert (result.code, result.err.count("\n")) == (2, 1)
+    assert "at most 7 fit" in result.err
+
+
+def test_exact_needs_the_kernels(run: Any, model: str) -> None:
+    result = run("generate", PROMPT, "-m", model, "--dtype", "float32", "--exact")
+    assert result.code == 2
+    assert "needs the C++ kernels" in result.err
+
+
+def test_lists(run: Any) -> None:
+    assert "smollm2-135m-instruct" in run("models").out
+    drafters = run("drafters").out
+    assert "draft:MODEL,k=4,width=1,depth=0" in drafters
+    assert "verifier coupled: bit-exact" in drafters
+    assert run("--version").out.startswith("outrider 0.")
