@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gguf_writer import make_hf, write_gguf
+from gguf_writer import TOKENS, make_hf, tokenizer, write_gguf
 from outrider.cli import main
 
 PROMPT = "the heat in a thing"
@@ -146,6 +146,14 @@ def test_bench_json(run: Any, model: str, tmp_path: Path) -> None:
         (("bench", "--prompts", "/nowhere.jsonl"), "/nowhere.jsonl"),
         (("bench", "--json", "/nowhere/out.json"), "the folder /nowhere does not exist"),
         (("profile", "--png", "/nowhere/out.png"), "the folder /nowhere does not exist"),
+        (("bench", "--json", "/proc/out.json"), "--json /proc/out.json cannot be written"),
+        (("bench", "--json", "/tmp"), "--json /tmp is a folder"),
+        (("bench", "--json", ""), "names no file"),
+        (("bench", "--json", "/tmp/" + "x" * 300), "cannot be written: File name too long"),
+        (("generate", "x", "-m", "~no-such-user/x"), "no file or folder"),
+        (("generate", "x", "-m", "a" * 5000), "no "),
+        (("generate", "x", "--threads", "100000"), "--threads is 100000, expected 1 to"),
+        (("generate", "x", "--n", "100000"), "n is 100000, expected 1 to 1024"),
         (("frobnicate",), "No such command"),
     ],
 )
@@ -163,6 +171,48 @@ def test_too_long_a_prompt_and_foreign_drafts(run: Any, model: str, tmp_path: Pa
     result = run("generate", PROMPT * 3, *options)
     assert (result.code, result.err.count("\n")) == (2, 1)
     assert "at most 7 fit" in result.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--num-slots", 10**23), "take a smaller model or --num-slots"),
+        (("--device", "meta"), "device is 'meta', possible: cpu, cuda"),
+        (("--dtype", "int3"), "dtype is 'int3', possible"),
+    ],
+)
+def test_what_the_machine_cannot_do(
+    run: Any, model: str, options: tuple[object, ...], message: str
+) -> None:
+    result = run("generate", PROMPT, "-m", model, *options)
+    assert (result.code, result.err.count("\n")) == (2, 1)
+    assert message in result.err
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, '{"id": ' + "9" * 5000 + "}", '{"id": "\\ud800'])
+def test_prompt_files_past_sense(run: Any, model: str, tmp_path: Path, line: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(line + "\n")
+    result = run("bench", "-m", model, "--prompts", path)
+    assert (result.code, result.err.count("\n")) == (2, 1)
+    assert "line 1" in result.err
+
+
+def test_half_a_character_is_no_prompt(run: Any, model: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"id": 1, "category": "a", "turns": ["\\ud800"]}\n')
+    result = run("bench", "-m", model, "--prompts", path)
+    assert result.code == 2
+    assert "surrogate" in result.err
+
+
+def test_a_draft_of_another_vocabulary(run: Any, model: str, tmp_path: Path) -> None:
+    other = tmp_path / "folder"
+    make_hf("qwen2").save_pretrained(other)
+    tokenizer([token + "x" for token in TOKENS], []).save_pretrained(other)
+    result = run("bench", "-m", model, "--dtype", "float32", "-d", f"draft:{other}")
+    assert result.code == 2
+    assert "have different tokenizers" in result.err.splitlines()[-1]
 
 
 def test_exact_needs_the_kernels(run: Any, model: str) -> None:

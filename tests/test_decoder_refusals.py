@@ -128,3 +128,27 @@ def test_prefixes_of_names(prefix: str) -> None:
     model = Decoder(DecoderConfig.from_hf(hf.config), dtype=torch.float32, num_slots=64)
     model.load_weights(weights.items())
     check_loaded(hf, model)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, expected a whole number from 1"),
+        ({"num_hidden_layers": 2**32}, "num_hidden_layers is 4294967296"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"intermediate_size": 2**40}, "intermediate_size is 1099511627776"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}},
+            "rope_theta is nan",
+        ),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "rope_theta is 0"),
+    ],
+)
+def test_numbers_that_no_model_has(change: dict[str, Any], message: str) -> None:
+    config = tiny_config("llama")
+    for name, value in change.items():
+        object.__setattr__(config, name, value)
+    with pytest.raises(UnsupportedModel, match=message):
+        DecoderConfig.from_hf(config)

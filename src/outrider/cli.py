@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +11,7 @@ import typer
 
 from outrider import __version__
 from outrider.errors import ConfigError, Error, UserError
+from outrider.files import check_output
 
 app = typer.Typer(
     name="outrider",
@@ -245,8 +247,6 @@ def bench(
 
     Example: outrider bench -m smollm2-135m-instruct -d ngram:n=3,k=8 -d suffix:k=8 --json out.json
     """
-    from rich.progress import MofNCompleteColumn, Progress
-
     from outrider.bench.report import environment, print_table, write_json
     from outrider.bench.runner import Contender, compare
     from outrider.bench.workloads import load_prompts
@@ -254,8 +254,7 @@ def bench(
     from outrider.request import SamplingParams
     from outrider.verify import make_verifier
 
-    if json_path is not None and not json_path.parent.is_dir():
-        raise ConfigError(f"--json {json_path}: the folder {json_path.parent} does not exist")
+    check_output("--json", json_path)
     selected = load_prompts(prompts, limit=limit)
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
     contenders = [
@@ -274,9 +273,9 @@ def bench(
         exact=exact,
         prefix_cache=False,
     )
-    with Progress(
-        *Progress.get_default_columns(), MofNCompleteColumn(), console=_console(stderr=True)
-    ) as bar:
+    for contender in contenders:
+        llm.engine.drafter(contender.drafter)  # what cannot be made is reported before the bar
+    with _progress() as bar:
         task = bar.add_task("answers", total=None)
         rows = compare(
             llm,
@@ -325,18 +324,15 @@ def profile(
 
     Example: outrider profile -m smollm2-135m-instruct --dtype int8 --png t.png
     """
-    from rich.progress import Progress
-
     from outrider.bench import profile as profiling
     from outrider.bench.report import print_profile
     from outrider.models.load import load
 
-    for option, path in (("--json", json_path), ("--png", png)):
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"{option} {path}: the folder {path.parent} does not exist")
+    check_output("--json", json_path)
+    check_output("--png", png)
     _threads(threads)
     loaded = load(model, dtype=dtype, device=device, num_slots=num_slots, kernels=kernels)
-    with Progress(console=_console(stderr=True)) as bar:
+    with _progress() as bar:
         task = bar.add_task("rounds", total=None)
         result = profiling.profile(
             loaded,
@@ -410,10 +406,14 @@ def _biases(pairs: list[str]) -> dict[int, float]:
 
 
 def _threads(threads: int | None) -> None:
-    if threads is not None:
-        import torch
+    if threads is None:
+        return
+    most = 4 * (os.cpu_count() or 1)
+    if threads > most:
+        raise ConfigError(f"--threads is {threads}, expected 1 to {most} on this machine")
+    import torch
 
-        torch.set_num_threads(threads)
+    torch.set_num_threads(threads)
 
 
 def _console(*, stderr: bool = False) -> Any:
@@ -425,8 +425,19 @@ def _console(*, stderr: bool = False) -> Any:
     return console
 
 
+def _progress() -> Any:
+    """A bar on standard error for people; it leaves nothing behind."""
+    from rich.progress import MofNCompleteColumn, Progress
+
+    console = _console(stderr=True)
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and exit: 0 done, 1 failed, 2 a mistake of the user, 130 interrupted."""
+    # What transformers has to say about a configuration is either said by us or not an error.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         app(args=arguments, standalone_mode=False)
     except ClickException as error:

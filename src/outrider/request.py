@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from outrider.verify import Verifier
 
 SEED_LIMIT = 2**63
+MOST_ANSWERS = 1024
+"""Each answer of a request is a sequence of its own from the start."""
 
 
 class FinishReason(StrEnum):
@@ -78,7 +80,9 @@ class SamplingParams:
                 f"min_tokens is {self.min_tokens}, max_tokens {self.max_tokens}: "
                 "min_tokens may not be the larger one"
             )
-        _integer("n", self.n, 1, "1 or more")
+        _integer("n", self.n, 1, f"1 to {MOST_ANSWERS}")
+        if self.n > MOST_ANSWERS:
+            raise ConfigError(f"n is {self.n}, expected 1 to {MOST_ANSWERS}")
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, "0 or more")
         if self.seed is not None:

@@ -6,7 +6,6 @@ import ctypes
 import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ import torch
 from outrider.batch import Work, build
 from outrider.bench.report import environment
 from outrider.errors import ConfigError
+from outrider.files import write_whole
 from outrider.kernels.formats import Packed, huge_bytes
 from outrider.kernels.library import NoKernels, load_library
 from outrider.models.base import Model
@@ -177,15 +177,12 @@ def _linears(packed: Sequence[Packed], repeats: int) -> float:
 
 def save(result: Profile, path: Path) -> None:
     """Write ``result`` as JSON, whole or not at all."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(asdict(result), file, indent=1)
-            file.write("\n")
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    text = json.dumps(asdict(result), indent=1) + "\n"
+
+    def write(file: Path) -> None:
+        file.write_text(text, encoding="utf-8")
+
+    write_whole(path, write)
 
 
 def stored_path(loaded: LoadedModel, dtype: str) -> Path:
@@ -220,7 +217,7 @@ def plot(result: Profile, path: Path) -> None:
     right.set(xlabel="tokens in one forward, M", ylabel="M t(1) / t(M)")
     right.set_title("largest speed-up if all M tokens held")
     right.set_ylim(0, 1.3 * result.largest_speedup)
-    figure.savefig(path, dpi=110)
+    write_whole(path, lambda file: figure.savefig(file, dpi=110, format="png"))
     pyplot.close(figure)
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
@@ -20,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.bench.runner import Row
+from outrider.files import write_whole
 
 if TYPE_CHECKING:
     from outrider.bench.profile import Profile
@@ -138,12 +137,9 @@ def write_json(
         "settings": dict(settings),
         "rows": [asdict(row) for row in rows],
     }
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(document, file, indent=1, ensure_ascii=False)
-            file.write("\n")
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    text = json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+    write_whole(path, lambda file: _write_text(file, text))
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")

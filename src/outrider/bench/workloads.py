@@ -123,7 +123,7 @@ def _parse(text: str, name: str) -> list[Prompt]:
 def _prompt(line: str, where: str) -> Prompt:
     try:
         row: Any = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # beside bad syntax: numbers or depth past sense
         raise BadFile(f"{where}: not valid JSON ({error})") from error
     if not isinstance(row, dict):
         raise BadFile(f"{where}: expected a JSON object, found {type(row).__name__}")
@@ -141,4 +141,6 @@ def _prompt(line: str, where: str) -> Prompt:
         raise BadFile(f"{where}: 'turns' must be a list of at least one message")
     if not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise BadFile(f"{where}: every message in 'turns' must be a string that is not empty")
+    if any(0xD800 <= ord(char) <= 0xDFFF for turn in turns for char in turn):
+        raise BadFile(f"{where}: a message holds half of a surrogate pair; that is no text")
     return Prompt(str(row["id"]), row["category"], tuple(turns))

@@ -71,6 +71,19 @@ class DecoderConfig:
     embed_scale: float = 1.0
 
     @property
+    def numbers_per_slot(self) -> int:
+        """Numbers that one token holds in the KV pool, over all layers."""
+        return 2 * len(self.layers) * self.num_kv_heads * self.head_dim
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of the embedding, the head and the linears."""
+        heads = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        layer = self.hidden_size * (heads + 3 * self.intermediate_size)
+        ends = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+        return ends + len(self.layers) * layer
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """Attention windows of the layers, each once, full attention first."""
         return tuple(sorted({layer.window for layer in self.layers}, key=lambda w: w or 0))
@@ -81,6 +94,7 @@ class DecoderConfig:
         _refuse_other_models(config)
         model_type = config.model_type
         gemma = model_type == "gemma3_text"
+        _refuse_nonsense(config)
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         if heads % kv_heads or head_dim % 2:
@@ -124,6 +138,28 @@ class DecoderConfig:
 
 def _not_supported(what: str, given: object, known: tuple[str, ...]) -> str:
     return f"{what} {given!r} is not supported; supported: {', '.join(known)}"
+
+
+def _refuse_nonsense(config: PreTrainedConfig) -> None:
+    """Numbers that no model has, in a damaged file for example."""
+    limits = {
+        "vocab_size": 2**24,
+        "hidden_size": 2**20,
+        "intermediate_size": 2**22,
+        "num_hidden_layers": 2**12,
+        "num_attention_heads": 2**14,
+        "num_key_value_heads": 2**14,
+        "max_position_embeddings": 2**31,
+    }
+    if getattr(config, "head_dim", None) is not None:
+        limits["head_dim"] = 2**14
+    for name, most in limits.items():
+        value = getattr(config, name)
+        if not isinstance(value, int) or not 1 <= value <= most:
+            raise UnsupportedModel(f"{name} is {value!r}, expected a whole number from 1 to {most}")
+    eps = config.rms_norm_eps
+    if not isinstance(eps, int | float) or not 0.0 <= eps < 1.0:
+        raise UnsupportedModel(f"rms_norm_eps is {eps!r}, expected a number from 0 to below 1")
 
 
 def _refuse_other_models(config: PreTrainedConfig) -> None:

@@ -71,6 +71,8 @@ def read_config(file: GgufFile) -> PreTrainedConfig:
     if "token_embd.weight" not in file.tensors:
         raise BadFile(f"{file.path} has no tensor 'token_embd.weight'; it is not a whole model")
     heads = _integer(file, "{arch}.attention.head_count")
+    if heads < 1:
+        raise BadFile(f"{file.path}: {architecture}.attention.head_count is {heads}")
     hidden = _integer(file, "{arch}.embedding_length")
     head_dim = _integer(file, "{arch}.attention.key_length", hidden // heads)
     for key in ("{arch}.attention.value_length", "{arch}.rope.dimension_count"):

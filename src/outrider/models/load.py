@@ -24,25 +24,25 @@ from outrider.models.catalog import CATALOG, find
 from outrider.models.fetch import ModelRow, list_models
 from outrider.models.gguf import GgufFile
 from outrider.models.gguf_hf import read_config, read_tokenizer, read_weights, stated_ends
+from outrider.models.resources import (
+    QUANTISED,
+    kv_slots,
+    read_dtype,
+    usable_device,
+    weight_format,
+)
 
 __all__ = ["LoadedModel", "ModelRow", "list_models", "load", "locate", "same_vocabulary"]
 
 if TYPE_CHECKING:
-    from outrider.models.config import DecoderConfig
     from outrider.models.decoder import Decoder
     from outrider.models.native import NativeDecoder
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-QUANTISED = ("int8", "int4")
-"""Formats of weights; everything else of such a model is bfloat16 or wider."""
 
 TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>")
 """Tokens that end a text wherever a tokenizer has them."""
 
 TURN_ENDS = ("<|im_end|>", "<end_of_turn>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "</s>")
 """Tokens that end a turn if the chat template writes them."""
-
-DEFAULT_SLOTS = 2 * 8192
 
 HUB_ID = re.compile(r"\w[\w.-]*/(?![^:]*\.gguf$)[\w.-]+(:[\w./-]+\.gguf)?")
 """org/name, or org/name:file.gguf; org/file.gguf is a path."""
@@ -121,8 +121,8 @@ def load(
     While a GGUF file is unpacked, torch works with one thread. Raises ConfigError, ModelNotFound,
     BadFile, UnsupportedModel and UserError.
     """
-    format = _format(dtype)
-    place = _device(device)
+    format = weight_format(dtype)
+    place = usable_device(device)
     if format in QUANTISED and place.type != "cpu":
         raise ConfigError(f"dtype {format} runs on the CPU only, device is {place}; use bfloat16")
     if num_slots is not None and num_slots < 1:
@@ -130,7 +130,7 @@ def load(
     path = locate(name, fetch=fetch, progress=progress)
     source = _Gguf(path) if path.is_file() else _Folder(path)
     try:
-        decoder = _build(source, _dtype(format), place, num_slots, prefix_cache)
+        decoder = _build(source, read_dtype(format), place, num_slots, prefix_cache)
     except (BadFile, UnsupportedModel) as error:
         if str(path) in str(error):
             raise
@@ -153,9 +153,12 @@ def load(
 
 def locate(name: str, *, fetch: bool = True, progress: bool = True) -> Path:
     """The folder or file that ``name`` stands for, fetched if need be (see :func:`load`)."""
-    path = Path(name).expanduser()
-    if path.exists():
-        return path
+    try:
+        path = Path(name).expanduser()
+        if path.exists():
+            return path
+    except (RuntimeError, OSError, ValueError):  # no such user, too long a name, a NUL in it
+        raise ModelNotFound(f"no file or folder {name!r}") from None
     if name in CATALOG:
         found = fetching.cached(CATALOG[name])
     elif HUB_ID.fullmatch(name):
@@ -359,8 +362,7 @@ def _build(
     from outrider.models.decoder import Decoder
 
     config = DecoderConfig.from_hf(source.config())
-    if num_slots is None:
-        num_slots = _default_slots(config, dtype, device)
+    num_slots = kv_slots(num_slots, config, dtype, device)
     model = Decoder(
         config, dtype=dtype, device=device, num_slots=num_slots, prefix_cache=prefix_cache
     )
@@ -378,42 +380,3 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _default_slots(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> int:
-    wanted = min(2 * config.context_length, DEFAULT_SLOTS)
-    per_slot = 2 * len(config.layers) * config.num_kv_heads * config.head_dim * dtype.itemsize
-    return max(256, min(wanted, _memory(device) // 4 // per_slot))
-
-
-def _memory(device: torch.device) -> int:
-    """Bytes of memory: free on an accelerator, built in for the CPU (4 GiB if not known)."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return 4 << 30
-
-
-def _format(dtype: str | torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES and name not in QUANTISED:
-        raise ConfigError(f"dtype is {name!r}, possible: {', '.join([*DTYPES, *QUANTISED])}")
-    return name
-
-
-def _dtype(format: str) -> torch.dtype:
-    """The type that weights are read in."""
-    return DTYPES.get(format, torch.bfloat16)
-
-
-def _device(device: torch.device | str) -> torch.device:
-    try:
-        place = torch.device(device)
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ConfigError(
-            f"device is {str(device)!r}, which cannot be used: {_first_line(error)}"
-        ) from None
-    return place

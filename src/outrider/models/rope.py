@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -63,6 +64,12 @@ class Rope:
                 f"partial_rotary_factor {parameters['partial_rotary_factor']} is not supported; "
                 "supported: 1"
             )
+        for name, value in parameters.items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and not (math.isfinite(value) and value >= 0):
+                raise UnsupportedModel(f"rope parameter {name} is {value}, expected 0 or more")
+        if not parameters.get("rope_theta", 1.0) > 0:
+            raise UnsupportedModel("rope parameter rope_theta is 0, expected more than 0")
         return cls(
             type=rope_type,
             head_dim=head_dim,
