@@ -25,7 +25,9 @@ def check_output(option: str, path: Path | None) -> None:
         if path.exists() and not path.is_file():
             return  # a pipe or a device: writing will tell
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    except (OSError, ValueError) as error:
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise ConfigError(f"{option} {path} cannot be written: {_reason(error)}") from None
     os.close(handle)
     os.unlink(temporary)
