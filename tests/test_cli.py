@@ -227,3 +227,15 @@ def test_lists(run: Any) -> None:
     assert "draft:MODEL,k=4,width=1,depth=0" in drafters
     assert "verifier coupled: bit-exact" in drafters
     assert run("--version").out.startswith("outrider 0.")
+
+
+def test_no_arguments_print_the_help(run: Any) -> None:
+    result = run()
+    assert (result.code, result.out) == (2, "")
+    assert len(result.err.splitlines()) > 10
+    assert "generate" in result.err
+
+
+def test_scope_is_an_option(run: Any, model: str) -> None:
+    options = ("--drafter", "suffix:k=4")
+    assert generate(run, model, *options, "--scope", "me")["text"] == generate(run, model)["text"]

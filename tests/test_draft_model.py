@@ -48,14 +48,14 @@ def test_a_greedy_chain_is_what_the_model_says(make_sequence: MakeSequence) -> N
     assert tree.is_chain
     assert tree.tokens.tolist() == greedy(model, seq.tokens, 5)
     # Nothing that was drafted stays: the next draft starts from the accepted tokens alone.
-    assert model.kv.length(seq.id) == 9
-    assert len(model.kv.scratch(seq.id)) == 0
+    assert model.kv.length(drafter.table(seq.id)) == 9
+    assert len(model.kv.scratch(drafter.table(seq.id))) == 0
     seq.append(int(tree.tokens[0]))
     seq.append((int(tree.tokens[1]) + 1) % VOCAB)
     (tree,) = drafter.propose([seq], [Budget(3, 2)])
     assert tree is not None
     assert tree.tokens.tolist() == greedy(model, seq.tokens, 2)
-    assert model.kv.length(seq.id) == 11
+    assert model.kv.length(drafter.table(seq.id)) == 11
 
 
 def test_a_coupled_chain_is_drawn_with_the_targets_noise(make_sequence: MakeSequence) -> None:
@@ -122,8 +122,8 @@ def test_a_long_prompt_is_caught_up_with_in_chunks(
         (tree,) = drafter.propose([long], [Budget(2, 2)])
         assert tree is not None
         sizes.append(len(tree))
-        assert model.kv.length(long.id) == expected
-        assert len(model.kv.scratch(long.id)) == 0
+        assert model.kv.length(drafter.table(long.id)) == expected
+        assert len(model.kv.scratch(drafter.table(long.id))) == 0
     assert sizes == [0, 0, 2]
     assert tree is not None
     assert tree.tokens.tolist() == greedy(model, long.tokens, 2)
@@ -160,9 +160,9 @@ def test_without_room_there_are_no_drafts_until_there_is(make_sequence: MakeSequ
     trees = drafter.propose([one, two], [Budget(3, 3)] * 2)
     assert [len(tree) for tree in trees if tree is not None] == [3, 0]
     for seq in (one, two):
-        assert len(model.kv.scratch(seq.id)) == 0
+        assert len(model.kv.scratch(drafter.table(seq.id))) == 0
     drafter.forget("a")
-    assert "a" not in model.kv
+    assert drafter.table("a") not in model.kv
     (tree,) = drafter.propose([two], [Budget(3, 3)])
     assert tree is not None
     assert tree.tokens.tolist() == greedy(model, two.tokens, 3)
@@ -174,10 +174,11 @@ def test_without_room_there_are_no_drafts_until_there_is(make_sequence: MakeSequ
 def test_a_tree_stops_growing_where_room_ends(make_sequence: MakeSequence) -> None:
     model = fake(num_slots=12, prefix_cache=False)
     seq = drafting_as(make_sequence, list(prompt_of(10)), "a")
-    (tree,) = draft_model(model, k=6).propose([seq], [Budget(6, 6)])
+    drafter = draft_model(model, k=6)
+    (tree,) = drafter.propose([seq], [Budget(6, 6)])
     assert tree is not None
     assert tree.tokens.tolist() == greedy(model, seq.tokens, 3)  # the third needs no slot
-    assert len(model.kv.scratch("a")) == 0
+    assert len(model.kv.scratch(drafter.table("a"))) == 0
 
 
 @pytest.mark.parametrize("width", [1, 3])

@@ -29,6 +29,7 @@ from outrider.drafters.ngram import Ngram
 from outrider.drafters.none import NoDraft
 from outrider.drafters.suffix import Suffix
 from outrider.errors import ConfigError
+from outrider.metrics import Stats
 from outrider.request import SamplingParams, Sequence
 from outrider.sampling import Noise
 from outrider.tree import TokenTree
@@ -200,6 +201,63 @@ def test_other_packages_add_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(make("ensemble:[ngram,elsewhere:here,k=1]"), Ensemble)
 
 
+class Optional(Scripted):
+    def __init__(self, name: str, *, limit: float | None = None, k: int | None = 3) -> None:
+        super().__init__(lambda seq, budget: TokenTree.empty(), num_draft=k or 1)
+        self.name, self.limit = name, limit
+
+
+class Nameless:
+    def __init__(self, *, k: int = 2) -> None: ...
+
+
+class Unannotated:
+    def __init__(self, name: str, *, k=2) -> None: ...  # type: ignore[no-untyped-def]
+
+
+class Listed:
+    def __init__(self, name: str, *, k: list[int] = []) -> None: ...  # noqa: B006
+
+
+class Required:
+    def __init__(self, name: str, *, k: int) -> None: ...
+
+
+def test_drafters_of_others_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def entries(*, group: str) -> list[EntryPoint]:
+        values = {key: f"{__name__}:{key.title()}" for key in WRONG}
+        values["optional"] = f"{__name__}:Optional"
+        values["absent"] = "no_such_module_here:X"
+        values["function"] = f"{__name__}:scripted"
+        return [EntryPoint(key, value, group) for key, value in values.items()]
+
+    WRONG = {
+        "nameless": "must take 'name' first",
+        "unannotated": "its option 'k' has no annotation, expected int, float, str, bool",
+        "listed": "its option 'k' has the annotation",
+        "required": "its option 'k' needs a default",
+        "missing": "cannot be imported",
+        "absent": "cannot be imported: No module named 'no_such_module_here'",
+        "function": "is no class",
+    }
+    monkeypatch.setattr(registry, "entry_points", entries)
+    lines = {line.partition(":")[0]: line for line in describe()}
+    for name, message in WRONG.items():
+        with pytest.raises(ConfigError) as caught:
+            make(name)
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert f"drafter {name!r}" in str(caught.value)
+        assert "cannot be used" in lines[name]
+    assert lines["optional"] == "optional:limit=none,k=3"
+    made = make("optional:limit=0.5,k=None")
+    assert isinstance(made, Optional)
+    assert (made.limit, made.num_draft) == (0.5, 1)
+    assert make(lines["optional"]).num_draft == 3
+    with pytest.raises(ConfigError, match="limit is 'x', expected float or none"):
+        make("optional:limit=x")
+
+
 # The ensemble.
 
 
@@ -237,6 +295,7 @@ def test_an_ensemble_merges_cuts_and_passes_on(make_sequence: MakeSequence) -> N
 
 def test_an_ensemble_fails_only_if_nothing_is_proposed(make_sequence: MakeSequence) -> None:
     seq = make_sequence([1, 2])
+    seq.stats = Stats()
     failing, good = scripted(None), scripted(TokenTree.chain([5]))
     assert Ensemble("x", [failing, failing]).propose([seq], [Budget(4, 4)]) == [None]
     (tree,) = Ensemble("x", [failing, good]).propose([seq], [Budget(4, 4)])

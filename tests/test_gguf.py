@@ -232,6 +232,31 @@ def test_damaged_gguf_is_named(tmp_path: Path, llama_gguf: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("block_count", 2**31, "block_count is 2147483648, its tensors are those of 3 layers"),
+        ("block_count", 2, "block_count is 2, its tensors are those of 3 layers"),
+        ("block_count", 0, "block_count is 0"),
+        ("feed_forward_length", 2**21, r"'blk.0.ffn_up.weight' has the shape"),
+        ("embedding_length", 2**19, r"'token_embd.weight' has the shape"),
+        ("attention.head_count", 2**13, r"'blk.0.attn_q.weight' has the shape"),
+        ("attention.head_count_kv", 2**13, r"'blk.0.attn_k.weight' has the shape"),
+    ],
+)
+def test_metadata_that_is_not_of_the_tensors(
+    tmp_path: Path, key: str, value: int, message: str
+) -> None:
+    path = tmp_path / "model.gguf"
+
+    def change(writer: GGUFWriter) -> None:
+        writer.kv_data[0][f"llama.{key}"].value = value
+
+    write_gguf(make_hf("llama"), path, "llama", metadata=change)
+    with pytest.raises(BadFile, match=message):
+        read_config(GgufFile.open(path))
+
+
+@pytest.mark.parametrize(
     "name", ["token_embd.weight", "blk.2.ffn_norm.weight", "output_norm.weight"]
 )
 def test_missing_tensor(tmp_path: Path, name: str) -> None:

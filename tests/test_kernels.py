@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from outrider.batch import Work, build
-from outrider.kernels.formats import FORMATS, Packed, pack, unpack
+from outrider.kernels import library
+from outrider.kernels.formats import FORMATS, Packed, huge_bytes, pack, unpack
 from outrider.kernels.library import NoKernels, available_sets, load_library
 from outrider.models.decoder import Decoder
 from outrider.models.native import NativeDecoder
@@ -23,8 +28,7 @@ def run_linear(packed: Packed, x: torch.Tensor, isa: str, threads: int) -> torch
     y = torch.full((len(x), -(-packed.rows // 32) * 32), torch.nan)
     struct = packed.struct()
     x = x.contiguous()
-    library = load_library(isa)
-    code = library.linear(
+    code = load_library(isa).linear(
         ctypes.byref(struct), x.data_ptr(), len(x), x.shape[1], y.data_ptr(), threads
     )
     assert code == 0
@@ -57,6 +61,37 @@ def test_linear_equals_its_twin(isa: str, format: str, shape: tuple[int, int]) -
         # Bit for bit whatever the number of rows and threads.
         assert torch.equal(got, run_linear(packed, x, isa, threads=1))
         assert torch.equal(got[-1:], run_linear(packed, x[-1:], isa, threads=2))
+
+
+def test_thread_counts_change_between_runs() -> None:
+    """A thread that takes no part in a run must not take up a later one halfway, or twice."""
+    torch.manual_seed(2)
+    packed, x = pack(torch.randn(256, 64), "bfloat16"), torch.randn(3, 64)
+    isa = available_sets()[-1]
+    expected = run_linear(packed, x, isa, 1)
+    for turn in range(600):
+        threads = (6, 2, 6, 3, 1, 2)[turn % 6]
+        assert torch.equal(run_linear(packed, x, isa, threads), expected), turn
+
+
+def test_runs_from_several_python_threads() -> None:
+    torch.manual_seed(2)
+    packed, x = pack(torch.randn(256, 64), "int8"), torch.randn(3, 64)
+    isa = available_sets()[-1]
+    expected = run_linear(packed, x, isa, 1)
+    wrong: list[int] = []
+
+    def run(threads: int) -> None:
+        for _ in range(100):
+            if not torch.equal(run_linear(packed, x, isa, threads), expected):
+                wrong.append(threads)
+
+    callers = [threading.Thread(target=run, args=(threads,)) for threads in (1, 2, 3, 4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert not wrong
 
 
 @pytest.mark.parametrize(("format", "limit"), [("bfloat16", 0.005), ("int8", 0.01), ("int4", 0.12)])
@@ -139,11 +174,12 @@ def test_instruction_sets_agree(isa: str) -> None:
         assert (got - expected).norm() / expected.norm() < 0.02
 
 
+@pytest.mark.parametrize("isa", available_sets())
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2-sliding"])
-def test_rows_do_not_depend_on_the_batch(family: str, format: str) -> None:
+def test_rows_do_not_depend_on_the_batch(family: str, format: str, isa: str) -> None:
     """Every node of a tree has the bits of its path computed token by token."""
-    _, native = decoder_pair(family, format)
+    _, native = decoder_pair(family, format, isa=isa, threads=2)
     rng = np.random.default_rng(3)
     prompt = rng.integers(0, native.vocab_size, 19).tolist()
 
@@ -166,3 +202,98 @@ def test_rows_do_not_depend_on_the_batch(family: str, format: str) -> None:
 def test_unknown_instruction_set() -> None:
     with pytest.raises(NoKernels, match="'sse9' is not one of this CPU's: plain"):
         load_library("sse9")
+
+
+class NoHugePages(mmap.mmap):
+    """A mapping of a system without huge pages."""
+
+    def madvise(self, *args: int) -> None:
+        raise OSError(22, "Invalid argument")
+
+
+def test_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.kernels.formats.mmap.mmap", NoHugePages)
+    memory = huge_bytes(100)
+    assert len(memory) == 100
+    assert not memory.any()
+
+
+# Building. A compiler that is a script stands for the real one, which takes long.
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Nothing was built or failed yet."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    load_library.cache_clear()
+    library._built.cache_clear()
+    yield tmp_path
+    load_library.cache_clear()
+    library._built.cache_clear()
+
+
+def fake_compiler(folder: Path, ending: str) -> tuple[str, Path]:
+    """A compiler that notes its calls in a file and ends with a line of shell."""
+    script, calls = folder / "compiler", folder / "calls"
+    script.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n{ending}\n', encoding="utf-8")
+    script.chmod(0o755)
+    return str(script), calls
+
+
+def test_the_library_is_built_once(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("OUTRIDER_CACHE")
+    built = library._built()
+    library._built.cache_clear()
+    capfd.readouterr()
+    monkeypatch.setenv("OUTRIDER_CACHE", str(empty_cache / "cache"))
+    copy = f'while [ "$1" != -o ]; do shift; done; cp {built} "$2"'
+    compiler, calls = fake_compiler(empty_cache, copy)
+    monkeypatch.setenv("CXX", compiler)
+    for _ in range(2):
+        load_library()
+        load_library.cache_clear()
+        library._built.cache_clear()
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert err.startswith("building the C++ kernels (once")
+    sets = library.X86_SETS if len(available_sets()) > 1 else {"plain": []}
+    assert len(calls.read_text(encoding="utf-8").splitlines()) == len(sets) + 2
+
+
+@pytest.mark.parametrize(
+    ("ending", "said"),
+    [("echo 'no room' >&2; echo more >&2; exit 1", "no room"), ("exit 3", "exit status 3")],
+)
+def test_a_failure_is_not_tried_again(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, ending: str, said: str
+) -> None:
+    compiler, calls = fake_compiler(empty_cache, ending)
+    monkeypatch.setenv("CXX", compiler)
+    for isa in (None, "plain", None):
+        with pytest.raises(NoKernels, match=f"compiler failed: {said}$"):
+            load_library(isa)
+    text = calls.read_text(encoding="utf-8")
+    assert text.count("pool.cpp") == 1
+    assert "-shared" not in text
+
+
+def test_a_compiler_that_is_none(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler -v")
+    with pytest.raises(NoKernels, match="CXX is 'no-such-compiler', which is not a command"):
+        load_library()
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "")
+    library._built.cache_clear()
+    with pytest.raises(NoKernels, match=r"no C\+\+ compiler was found"):
+        load_library()
+
+
+def test_a_cache_that_cannot_be_written(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (empty_cache / "cache").write_text("a file", encoding="utf-8")
+    monkeypatch.setenv("CXX", fake_compiler(empty_cache, "exit 0")[0])
+    with pytest.raises(NoKernels, match="the kernels cannot be built: "):
+        load_library()

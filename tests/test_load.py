@@ -171,12 +171,21 @@ def test_incomplete_folders(folder: Path, llama_gguf: Path) -> None:
 def test_folders_that_are_not_supported(folder: Path) -> None:
     change_config(folder, quantization_config={"quant_method": "gptq"})
     refuse(folder, UnsupportedModel, "quantised with 'gptq'")
+    change_config(folder, quantization_config=["gptq"])
+    refuse(folder, UnsupportedModel, "quantised with 'an unnamed method'")
     change_config(folder, quantization_config=None, model_type="no-such-type")
     refuse(folder, UnsupportedModel, "type 'no-such-type' cannot be used")
     change_config(folder, model_type="gpt2", architectures=None)
     refuse(folder, UnsupportedModel, "gpt2")
     (folder / "config.json").write_text("{broken")
     refuse(folder, BadFile, "not valid JSON")
+
+
+@pytest.mark.parametrize("weight_map", [["a.safetensors"], {"a": 3}, "a.safetensors"])
+def test_folder_with_a_broken_index(folder: Path, weight_map: Any) -> None:
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    refuse(folder, BadFile, "weight_map must name a file for every tensor")
 
 
 def test_folder_with_a_broken_tokenizer(folder: Path) -> None:

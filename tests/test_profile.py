@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from outrider.bench import profile as profiling
+from outrider.bench.report import write_json
 from outrider.errors import ConfigError
 from outrider.kernels.library import available_sets, load_library
 from outrider.models.load import LoadedModel
@@ -46,7 +48,7 @@ def test_profile(native: bool, tmp_path: Path) -> None:
         )
         assert result.weight_bytes == model.model.weight_bytes
     assert model.model.kv.num_free == 512, "the profile left something in the pool"
-    profiling.save(result, tmp_path / "out.json")
+    write_json(tmp_path / "out.json", asdict(result))
     assert json.loads((tmp_path / "out.json").read_text())["t_of_m"] == result.t_of_m
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 

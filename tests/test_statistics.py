@@ -4,15 +4,7 @@ import statistics
 import numpy as np
 import pytest
 
-from outrider.bench.statistics import (
-    acceptance_by_position,
-    median,
-    median_ratio,
-    pooled_interval,
-    pooled_ratio,
-    ratio_interval,
-    survival,
-)
+from outrider.bench.statistics import median, pooled_interval, pooled_ratio
 
 
 @pytest.mark.parametrize("values", [[3.0], [1.0, 9.0, 2.0], [4.0, 1.0, 2.0, 8.0]])
@@ -20,49 +12,38 @@ def test_median(values):
     assert median(values) == statistics.median(values)
 
 
-def test_median_ratio_is_of_pairs():
-    # The ratio of the medians would be 10 / 2.
-    assert median_ratio([1.0, 10.0, 100.0], [1.0, 2.0, 100.0]) == 1.0
-
-
 def test_constant_ratios_are_certain():
     # Every pair has the ratio 2, whatever its size: drawn apart, the ratios would scatter.
     above, below = [2.0, 20.0, 200.0, 2000.0], [1.0, 10.0, 100.0, 1000.0]
-    assert ratio_interval(above, below) == (2.0, 2.0)
     assert pooled_interval(above, below) == (2.0, 2.0)
 
 
-@pytest.mark.parametrize(
-    ("point", "interval"), [(median_ratio, ratio_interval), (pooled_ratio, pooled_interval)]
-)
-def test_intervals_hold_the_estimate_and_follow_level_and_seed(point, interval):
+def test_the_interval_holds_the_estimate_and_follows_level_and_seed():
     rng = np.random.default_rng(7)
     above, below = rng.gamma(9.0, size=40), rng.gamma(9.0, size=40)
-    low, high = interval(above, below, seed=1, num_resamples=99)
-    assert (low, high) == interval(above, below, seed=1, num_resamples=99)
-    assert any((low, high) != interval(above, below, seed=s, num_resamples=99) for s in (2, 3))
-    assert low < point(above, below) < high
-    inner_low, inner_high = interval(above, below, seed=1, num_resamples=99, level=0.5)
+    low, high = pooled_interval(above, below, seed=1, num_resamples=99)
+    assert (low, high) == pooled_interval(above, below, seed=1, num_resamples=99)
+    assert any(
+        (low, high) != pooled_interval(above, below, seed=s, num_resamples=99) for s in (2, 3)
+    )
+    assert low < pooled_ratio(above, below) < high
+    inner_low, inner_high = pooled_interval(above, below, seed=1, num_resamples=99, level=0.5)
     assert low < inner_low < inner_high < high
 
 
-@pytest.mark.parametrize(
-    ("interval", "truth"), [(ratio_interval, math.exp(0.3)), (pooled_interval, math.exp(0.345))]
-)
-def test_intervals_cover_the_truth_as_often_as_they_say(interval, truth):
-    # Numerators are exp(0.3 + 0.3 z) with denominators 1: median e^0.3, mean e^(0.3 + 0.045).
+def test_the_interval_covers_the_truth_as_often_as_it_says():
+    # Numerators are exp(0.3 + 0.3 z) with denominators 1: their mean is e^(0.3 + 0.045).
     rng = np.random.default_rng(11)
     covered = 0
     for seed in range(200):
         above = np.exp(0.3 + 0.3 * rng.standard_normal(30))
-        low, high = interval(above, np.ones(30), level=0.9, num_resamples=300, seed=seed)
-        covered += low <= truth <= high
+        low, high = pooled_interval(above, np.ones(30), level=0.9, num_resamples=300, seed=seed)
+        covered += low <= math.exp(0.345) <= high
     assert 0.82 <= covered / 200 <= 0.97
 
 
-@pytest.mark.parametrize("interval", [ratio_interval, pooled_interval])
-def test_one_pair_has_no_interval(interval):
-    assert all(map(math.isnan, interval([3.0], [2.0])))
+def test_one_pair_has_no_interval():
+    assert all(map(math.isnan, pooled_interval([3.0], [2.0])))
 
 
 def test_pooled_ratio_is_sum_over_sum():
@@ -75,7 +56,7 @@ def test_pooled_ratio_is_sum_over_sum():
     assert low > 0.7  # the mean of the ratios is 0.5
 
 
-@pytest.mark.parametrize("function", [median_ratio, ratio_interval, pooled_ratio, pooled_interval])
+@pytest.mark.parametrize("function", [pooled_ratio, pooled_interval])
 def test_samples_that_are_no_pairs_are_refused(function):
     for above, below in (([], []), ([1.0], [1.0, 2.0]), ([math.nan], [1.0]), ([1.0], [math.inf])):
         with pytest.raises(ValueError, match=r"finite numbers|no pairs"):
@@ -85,28 +66,7 @@ def test_samples_that_are_no_pairs_are_refused(function):
 def test_bad_parameters_are_refused():
     with pytest.raises(ValueError, match="finite numbers"):
         median([])
-    with pytest.raises(ValueError, match="denominator is 0"):
-        median_ratio([1.0, 2.0], [1.0, 0.0])
     with pytest.raises(ValueError, match="level"):
-        ratio_interval([1.0, 2.0], [1.0, 1.0], level=95)
+        pooled_interval([1.0, 2.0], [1.0, 1.0], level=95)
     with pytest.raises(ValueError, match="num_resamples"):
-        ratio_interval([1.0, 2.0], [1.0, 1.0], num_resamples=0)
-
-
-def test_acceptance_by_position_is_conditional():
-    assert acceptance_by_position([10, 8, 4, 0], [8, 6, 1, 0]) == [0.8, 0.75, 0.25]
-    assert acceptance_by_position([], []) == []
-
-
-@pytest.mark.parametrize(
-    ("tried", "accepted"), [([10], [11]), ([10, 9], [8, 1]), ([10], [-1]), ([10, 5], [8])]
-)
-def test_impossible_counts_are_refused(tried, accepted):
-    with pytest.raises(ValueError, match=r"position|counts"):
-        acceptance_by_position(tried, accepted)
-
-
-def test_survival_multiplies_up():
-    assert survival([0.8, 0.5, 0.25]) == pytest.approx([0.8, 0.4, 0.1])
-    # With equal rates this is the published acceptance length, (1 - a^(K+1)) / (1 - a).
-    assert 1 + sum(survival([0.7] * 5)) == pytest.approx((1 - 0.7**6) / 0.3)
+        pooled_interval([1.0, 2.0], [1.0, 1.0], num_resamples=0)

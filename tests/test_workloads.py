@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from outrider.bench.workloads import CATEGORIES, Prompt, Workload, load_prompts
+from outrider.bench.workloads import CATEGORIES, Prompt, load_prompts
 from outrider.errors import BadFile, ConfigError
 
 
@@ -117,10 +117,3 @@ def test_unknown_categories_are_refused(source):
 def test_bad_limits_are_refused(limit):
     with pytest.raises(ConfigError, match="expected 1 or more"):
         load_prompts("builtin", limit=limit)
-
-
-def test_workload_knows_its_categories():
-    workload = Workload.load("builtin:math,chat", limit=3)
-    assert workload.name == "builtin:math,chat"
-    assert workload.categories == ("chat", "math")
-    assert [p.id for p in workload.of("chat")] == ["chat-1", "chat-2"]

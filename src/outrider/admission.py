@@ -83,6 +83,11 @@ def check(
             f"the prompt has {len(request.prompt)} tokens; at most {limit - 1} fit "
             f"(context {target.context_length}, KV pool {target.kv.num_slots})"
         )
+    if len(request.prompt) + params.min_tokens > limit:
+        raise ConfigError(
+            f"min_tokens is {params.min_tokens}; at most {limit - len(request.prompt)} fit after "
+            f"the {len(request.prompt)} tokens of the prompt"
+        )
     for token in (*request.prompt, *params.logit_bias, *params.stop_token_ids):
         if not 0 <= token < vocab_size:
             raise ConfigError(f"token id {token} is not in the vocabulary of {vocab_size}")
@@ -90,8 +95,21 @@ def check(
         raise ConfigError(f"logprobs is {params.logprobs}, the vocabulary has {vocab_size} tokens")
     if params.stop and tokenizer is None:
         raise ConfigError("stop strings need a tokenizer; give stop_token_ids instead")
+    special = _special_tokens(tokenizer) if params.stop else {}
+    for stop in params.stop:
+        if stop in special:
+            raise ConfigError(
+                f"the stop string {stop!r} is a special token, which is no part of the text; use "
+                f"--stop-token-id {special[stop]} (stop_token_ids)"
+            )
     if request.num_draft is not None and not 0 <= request.num_draft <= config.max_draft:
         raise ConfigError(f"num_draft is {request.num_draft}, expected 0 to {config.max_draft}")
+
+
+def _special_tokens(tokenizer: Tokenizer | None) -> dict[str, int]:
+    """Text -> id of the tokens that decoding skips, where the tokenizer tells them."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {str(token): id for id, token in added.items() if getattr(token, "special", False)}
 
 
 def check_pair(drafter: Drafter, verifier: Verifier) -> None:

@@ -48,12 +48,21 @@ class Detokenizer:
         before = self._decode(self._prefix, self._decoded)
         after = self._decode(self._prefix, len(self._ids))
         if len(after) <= len(before) or after.endswith(REPLACEMENT):
+            if self._is_skipped(token):
+                self._ids.pop()
             return False
         return self._grow(after[len(before) :], may_stop)
 
     def _decode(self, start: int, stop: int) -> str:
         assert self._tokenizer is not None
         return str(self._tokenizer.decode(self._ids[start:stop], skip_special_tokens=True))
+
+    def _is_skipped(self, token: int) -> bool:
+        """Whether decoding leaves a token out (a special one): it need not be decoded again and
+        again with those that follow. Twice, since some tokens are no text at the very start only
+        (a space before the first word)."""
+        assert self._tokenizer is not None
+        return not self._tokenizer.decode([token, token], skip_special_tokens=True)
 
     def _grow(self, piece: str, may_stop: bool) -> bool:
         self._prefix, self._decoded = self._decoded, len(self._ids)

@@ -90,19 +90,29 @@ class Engine:
             yield from self.step()
 
     def step(self) -> list[Event]:
-        """One forward of the target, and all that it decides."""
+        """One forward of the target, and all that it decides.
+
+        An exception of a drafter, of the model or of a verifier is a programming error: it
+        propagates. The step is then undone, so that the next one starts from what was committed;
+        cancel the requests that cannot go on.
+        """
         clock = [time.perf_counter()]
         slots = self._scheduler.plan()
         if not slots:
             return []
-        trees = self._draft(slots)
-        clock.append(time.perf_counter())
-        batch = self._batch(slots, trees)
-        layers = sorted({i for slot in slots for i in slot.seq.drafter.needs.hidden_layers})
-        forward = self.target.forward(batch, hidden_layers=layers)
-        clock.append(time.perf_counter())
-        verdicts = self._verify(slots, trees, batch, forward)
-        clock.append(time.perf_counter())
+        try:
+            trees = self._draft(slots)
+            clock.append(time.perf_counter())
+            batch = self._batch(slots, trees)
+            layers = sorted({i for slot in slots for i in slot.seq.drafter.needs.hidden_layers})
+            forward = self.target.forward(batch, hidden_layers=layers)
+            clock.append(time.perf_counter())
+            verdicts = self._verify(slots, trees, batch, forward)
+            clock.append(time.perf_counter())
+        except BaseException:
+            for slot in slots:
+                self.target.kv.commit(slot.seq.id, np.empty(0, np.int64), ())
+            raise
         events = self._commit(slots, trees, batch, forward, verdicts, layers)
         clock.append(time.perf_counter())
         for slot in slots:
@@ -110,8 +120,9 @@ class Engine:
         return events
 
     def _draft(self, slots: list[Slot]) -> list[TokenTree]:
-        """One propose() per distinct drafter. A draft that failed or that is no sound tree is a
-        fault: the step goes on without it."""
+        """One propose() per distinct drafter. A draft that failed (None) or that is no sound tree
+        is a fault: it is counted, and the step goes on without it. A drafter that raises has a
+        bug, which nothing hides: see :meth:`step`."""
         trees = [TokenTree.empty() for _ in slots]
         wanted = [i for i, slot in enumerate(slots) if slot.budget.num_nodes]
         for drafter in {id(slots[i].seq.drafter): slots[i].seq.drafter for i in wanted}.values():
@@ -188,6 +199,7 @@ class Engine:
                 drafted = [int(tree.tokens[node]) for node in verdict.path]
                 logprobs = emit(seq, [*drafted, verdict.token], logits, rows=[ROOT, *verdict.path])
                 path = verdict.path[: len(seq.tokens) - old]
+                seq.noise.forget(before=len(seq.tokens))
             seq.stats.record_step(tree, verdict, emitted=len(seq.tokens) - old)
             keep = np.array([*range(len(chain)), *(len(chain) + node for node in path)], np.int64)
             kept = [*chain, *(int(tree.tokens[node]) for node in path)]
@@ -232,6 +244,7 @@ class Engine:
     def _release(self, seq: Sequence) -> None:
         self._scheduler.remove(seq)
         seq.drafter.forget(seq.id)
+        seq.noise.forget()  # whoever asked keeps the sequence
         del self._sequences[seq.request.id][seq.id]
         if not self._sequences[seq.request.id]:
             del self._sequences[seq.request.id]

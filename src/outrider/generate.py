@@ -21,6 +21,7 @@ def print_answers(
     system: str | None,
     raw: bool,
     num_draft: int | None,
+    scope: str | None,
     json_output: bool,
 ) -> None:
     """Answer ``prompt`` and print. With several answers the first streams, the rest follow."""
@@ -29,7 +30,7 @@ def print_answers(
     else:
         messages = [{"role": "system", "content": system}] if system is not None else []
         ids = llm.encode([*messages, {"role": "user", "content": prompt}])
-    sequences = llm.submit(ids, params, num_draft=num_draft)
+    sequences = llm.submit(ids, params, num_draft=num_draft, scope=scope)
     start = time.perf_counter()
     while llm.engine.has_work:
         for event in llm.engine.step():

@@ -58,6 +58,7 @@ class KVCache:
         self.num_slots = num_slots
         self.prefix_cache = prefix_cache
         self._refs = np.zeros(num_slots, np.int32)
+        self._indexed = np.zeros(num_slots, np.int32)  # 1 for the slots of blocks in the index
         self._tables: dict[str, _Table] = {}
         self._blocks: OrderedDict[tuple[int, tuple[int, ...]], _Block] = OrderedDict()
         self._by_id: dict[int, _Block] = {}
@@ -85,7 +86,8 @@ class KVCache:
     @property
     def num_free(self) -> int:
         """Slots that a reservation can get: unused ones, and those only the index holds."""
-        return int((self._refs == 0).sum()) + len(self._evictable())
+        # Referred to by nobody but the index, if by that. This is asked in every step.
+        return int(np.count_nonzero(self._refs == self._indexed))
 
     # Changing.
 
@@ -175,6 +177,7 @@ class KVCache:
         """Empty the prefix index. Open sequences keep their slots."""
         for block in self._blocks.values():
             self._refs[block.slots] -= 1
+        self._indexed[:] = 0
         self._blocks.clear()
         self._by_id.clear()
         for table in self._tables.values():
@@ -183,6 +186,7 @@ class KVCache:
     def check(self) -> None:
         """Raise AssertionError if any count, table or block disagrees with the others."""
         refs = np.zeros(self.num_slots, np.int32)
+        indexed = np.zeros(self.num_slots, np.int32)
         for seq_id, table in self._tables.items():
             used = table.slots[: table.length + table.num_scratch]
             assert len(np.unique(used)) == len(used), f"{seq_id} holds a slot twice"
@@ -194,12 +198,14 @@ class KVCache:
             assert block.key == key
             assert self._by_id[block.id] is block
             refs[block.slots] += 1
+            indexed[block.slots] += 1
             children[key[0]] = children.get(key[0], 0) + 1
             assert key[0] == 0 or key[0] in self._by_id, "a block outlived its parent"
         for block in self._blocks.values():
             assert block.num_children == children.get(block.id, 0)
         assert len(self._by_id) == len(self._blocks)
         assert (refs == self._refs).all(), "reference counts are wrong"
+        assert (indexed == self._indexed).all(), "the slots of the index are wrong"
 
     # Inside.
 
@@ -237,6 +243,7 @@ class KVCache:
                 block = _Block(self._next_block, key, table.slots[first : first + BLOCK].copy())
                 self._next_block += 1
                 self._refs[block.slots] += 1
+                self._indexed[block.slots] = 1
                 self._blocks[key] = block
                 self._by_id[block.id] = block
                 if table.block:
@@ -244,18 +251,9 @@ class KVCache:
             table.block = block.id
             del table.tail[:BLOCK]
 
-    def _evictable(self) -> list[int]:
-        """Slots that only the index holds."""
-        return [
-            slot
-            for block in self._blocks.values()
-            for slot in block.slots.tolist()
-            if self._refs[slot] == 1
-        ]
-
     def _evict(self, num_slots: int) -> bool:
         """Free at least ``num_slots`` slots, oldest unused leaves first; whether it could."""
-        if len(self._evictable()) < num_slots:
+        if self.num_free - np.count_nonzero(self._refs == 0) < num_slots:
             return False
         freed = 0
         # A sequence that wrote an indexed block a second time may hold the blocks after it while
@@ -265,6 +263,8 @@ class KVCache:
             before = len(self._blocks)
             passed: set[int] = set()
             for oldest in list(self._blocks.values()):
+                if freed >= num_slots:
+                    break
                 passed.add(oldest.id)
                 block: _Block | None = oldest
                 # A parent that is older than its last child comes right after it.
@@ -286,4 +286,5 @@ class KVCache:
         if parent is not None:
             parent.num_children -= 1
         self._refs[block.slots] -= 1
+        self._indexed[block.slots] = 0
         return int((self._refs[block.slots] == 0).sum())

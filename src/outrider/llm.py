@@ -10,7 +10,7 @@ from itertools import count
 
 from outrider.config import EngineConfig
 from outrider.drafters import make_drafter, parse_spec
-from outrider.drafters.base import DrafterContext
+from outrider.drafters.base import Drafter, DrafterContext
 from outrider.engine import Engine
 from outrider.errors import ConfigError, ModelFault
 from outrider.metrics import Stats
@@ -38,6 +38,9 @@ class LLM:
     ``model`` and the MODEL of a drafter ``draft:MODEL`` are names that
     :func:`outrider.models.load.load` takes. Every draft model is loaded once. ``exact`` refuses a
     target whose arithmetic could make speculative and plain tokens differ at near-ties.
+
+    Without ``params`` answers are drawn as ``SamplingParams()`` says, at temperature 1.0. The
+    command line's default is 0, greedy: ``SamplingParams(temperature=0.0)`` here.
 
         llm = LLM("smollm2-135m-instruct", drafter="ngram:k=8")
         print(llm.generate("Write a haiku about rivers.").text)
@@ -78,12 +81,9 @@ class LLM:
         self._draft_dtype = draft_dtype or dtype
         self.drafts: dict[str, LoadedModel] = {}
         self._ids = count()
-        context = DrafterContext(
-            vocab_size=self.target.model.vocab_size, load_draft=self._load_draft
-        )
         self.engine = Engine(
             self.target.model,
-            lambda spec: make_drafter(spec, context),
+            self._make_drafter,
             tokenizer=self.target.tokenizer,
             end_tokens=self.target.end_tokens,
             drafter=drafter,
@@ -91,6 +91,17 @@ class LLM:
             config=config,
         )
         self.engine.drafter(drafter)
+
+    def _make_drafter(self, spec: str) -> Drafter:
+        context = DrafterContext(
+            vocab_size=self.target.model.vocab_size, load_draft=self._load_draft
+        )
+        made, most = make_drafter(spec, context), self.engine.config.max_draft
+        if made.num_draft > most:  # the engine would cut its drafts without a word
+            raise ConfigError(
+                f"drafter {spec!r} drafts {made.num_draft} tokens a step, expected at most {most}"
+            )
+        return made
 
     def _load_draft(self, name: str) -> Model:
         if name not in self.drafts:
@@ -120,18 +131,41 @@ class LLM:
         drafter: str | None = None,
         verifier: str | None = None,
         num_draft: int | None = None,
+        scope: str | None = None,
     ) -> list[Sequence]:
-        """Queue the token ids of a prompt; ``engine.step()`` then works on it beside others."""
-        return self.engine.add(
-            Request(
-                id=f"request-{next(self._ids)}",
-                prompt=tuple(prompt),
-                params=params or SamplingParams(),
-                drafter=drafter,
-                verifier=verifier,
-                num_draft=num_draft,
-            )
+        """Queue the token ids of a prompt; ``engine.step()`` then works on it beside others.
+
+        ``scope`` names whose history shared draft stores may use for this request and learn from
+        it; None keeps the request to itself. Raises ConfigError, and then queues nothing.
+        """
+        request = Request(
+            id=f"request-{next(self._ids)}",
+            prompt=tuple(prompt),
+            params=params or SamplingParams(),
+            drafter=drafter,
+            verifier=verifier,
+            num_draft=num_draft,
+            scope=scope,
         )
+        return self.engine.add(request)
+
+    def check(
+        self,
+        prompt: Seq[int],
+        params: SamplingParams | None = None,
+        *,
+        drafter: str | None = None,
+        verifier: str | None = None,
+    ) -> None:
+        """Raise ConfigError if :meth:`submit` would. Makes the drafter, queues nothing."""
+        request = Request(
+            id="check",
+            prompt=tuple(prompt),
+            params=params or SamplingParams(),
+            drafter=drafter,
+            verifier=verifier,
+        )
+        self.engine.admission.admit(request)
 
     def stream(
         self,
@@ -141,10 +175,18 @@ class LLM:
         chat: bool = True,
         drafter: str | None = None,
         verifier: str | None = None,
+        scope: str | None = None,
     ) -> Iterator[str]:
-        """The text of one answer, piece by piece, as it is decided."""
+        """The text of one answer, piece by piece, as it is decided. Raises ConfigError for ``n``
+        above 1."""
+        if params is not None and params.n != 1:
+            raise ConfigError(f"n is {params.n}, a stream has 1 answer; use generate_all for more")
         (seq,) = self.submit(
-            self.encode(prompt, chat=chat), params, drafter=drafter, verifier=verifier
+            self.encode(prompt, chat=chat),
+            params,
+            drafter=drafter,
+            verifier=verifier,
+            scope=scope,
         )
         try:
             while seq.finish is None:
@@ -164,11 +206,13 @@ class LLM:
         chat: bool = True,
         drafter: str | None = None,
         verifier: str | None = None,
+        scope: str | None = None,
     ) -> Completion:
         """One answer. Of ``n`` answers the first; :meth:`generate_all` gives all."""
-        return self.generate_all([prompt], params, chat=chat, drafter=drafter, verifier=verifier)[
-            0
-        ][0]
+        answers = self.generate_all(
+            [prompt], params, chat=chat, drafter=drafter, verifier=verifier, scope=scope
+        )
+        return answers[0][0]
 
     def generate_all(
         self,
@@ -178,15 +222,23 @@ class LLM:
         chat: bool = True,
         drafter: str | None = None,
         verifier: str | None = None,
+        scope: str | None = None,
     ) -> list[list[Completion]]:
-        """The answers to several prompts, computed together: ``n`` for each prompt."""
-        groups = [
-            self.submit(self.encode(prompt, chat=chat), params, drafter=drafter, verifier=verifier)
-            for prompt in prompts
-        ]
-        wanted = [seq for group in groups for seq in group]
-        while any(seq.finish is None for seq in wanted):
-            self.engine.step()
+        """The answers to several prompts, computed together: ``n`` for each prompt. Whatever
+        fails, a refused prompt for one, leaves nothing of this call in the queue."""
+        groups: list[list[Sequence]] = []
+        try:
+            for prompt in prompts:
+                ids = self.encode(prompt, chat=chat)
+                groups.append(
+                    self.submit(ids, params, drafter=drafter, verifier=verifier, scope=scope)
+                )
+            while any(seq.finish is None for group in groups for seq in group):
+                self.engine.step()
+        except BaseException:
+            for group in groups:
+                self.engine.cancel(group[0].request.id)
+            raise
         return [[completion(seq) for seq in group] for group in groups]
 
 

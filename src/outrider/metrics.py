@@ -21,9 +21,9 @@ class Stats:
     computed a part of a prompt only. ``accepted`` counts accepted draft tokens that were emitted,
     so ``accepted <= drafted`` and ``accepted <= tokens``. ``tried_at[i]`` and ``accepted_at[i]``
     belong to depth i + 1 of the draft: a depth is tried where every depth before it was accepted.
-    ``faults`` counts steps that went on without drafts because drafting failed, and steps that
-    gave nothing because the target's logits were no numbers. ``seconds`` is
-    wall time spent in the steps of the sequence (shared by all sequences of a step).
+    ``faults`` counts drafts that failed (a step may have several, one of each member of an
+    ensemble), and steps that gave nothing because the target's logits were no numbers.
+    ``seconds`` is wall time spent in the steps of the sequence (shared by all its sequences).
     """
 
     tokens: int = 0

@@ -7,9 +7,13 @@ it depends on nothing the engine does.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from functools import lru_cache
+from typing import Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +24,41 @@ from outrider.tree import ROOT, TokenTree
 
 MIN_TEMPERATURE = 1e-30
 """Lower ones above 0 mean this one: float32 cannot divide by them, and the law is the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What a law depends on of the tokens before it.
+
+    ``prompt_ids``: the different tokens of the prompt, int64 ``[P]``; may be empty where there is
+    no repetition penalty. ``counts``: how often each token was put out. ``num_output``: how many.
+    """
+
+    prompt_ids: torch.Tensor
+    counts: Mapping[int, int]
+    num_output: int
+
+    @classmethod
+    def of(cls, seq: Sequence, path: Seq[int] = ()) -> Self:
+        """After the tokens of ``seq`` and the drafted ``path``. Copies no text: it is asked for at
+        every node of every step."""
+        params = seq.params
+        penalised = params.repetition_penalty != 1.0
+        counts = seq.output_counts
+        if path and params.has_penalties:
+            counts = counts.copy()
+            counts.update(path)
+        return cls(
+            _different(seq.request.prompt if penalised else ()),
+            counts,
+            seq.num_output + len(path),
+        )
+
+
+@lru_cache(maxsize=64)
+def _different(tokens: tuple[int, ...]) -> torch.Tensor:
+    """The different tokens, int64 ``[P]``, ascending. Do not write to it."""
+    return torch.tensor(sorted(set(tokens)), dtype=torch.int64)
 
 
 def law(
@@ -35,13 +74,22 @@ def law(
 
     ``logits`` ``[V]`` of any float dtype; not changed. ``end_tokens`` are impossible until
     ``min_tokens`` output tokens exist. ``counts`` may give the token counts of ``output``.
+    """
+    past = Past(
+        _different(tuple(prompt)), Counter(output) if counts is None else counts, len(output)
+    )
+    return law_after(logits, params, past, end_tokens)
+
+
+def law_after(
+    logits: torch.Tensor, params: SamplingParams, past: Past, end_tokens: frozenset[int]
+) -> torch.Tensor:
+    """:func:`law` of the token that follows ``past``.
 
     The order is: penalties, logit bias, min_tokens; temperature; top-k, top-p, min-p. Temperature
     0 is a point mass on the most likely token, the lowest id among equals.
     """
-    scores = adjust(
-        logits, params, prompt=prompt, output=output, end_tokens=end_tokens, counts=counts
-    )
+    scores = adjust_after(logits, params, past, end_tokens)
     if params.temperature == 0.0:
         return torch.zeros_like(scores).index_fill_(0, scores.argmax().reshape(1), 1.0)
     # The largest score becomes 0 first: divided by a tiny temperature it would overflow.
@@ -68,33 +116,32 @@ def adjust(
     prompt: Seq[int],
     output: Seq[int],
     end_tokens: frozenset[int],
-    counts: dict[int, int] | None = None,
 ) -> torch.Tensor:
     """Logits after penalties, logit bias and min_tokens: float32 ``[V]``, a new tensor."""
+    past = Past(_different(tuple(prompt)), Counter(output), len(output))
+    return adjust_after(logits, params, past, end_tokens)
+
+
+def adjust_after(
+    logits: torch.Tensor, params: SamplingParams, past: Past, end_tokens: frozenset[int]
+) -> torch.Tensor:
+    """:func:`adjust` for the token that follows ``past``."""
     scores = logits.to(torch.float32, copy=True)
     if params.has_penalties:
-        _penalise(scores, params, prompt, output, counts)
+        _penalise(scores, params, past)
     if params.logit_bias:
         ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
         scores[ids] += torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
-    if len(output) < params.min_tokens and end_tokens:
+    if past.num_output < params.min_tokens and end_tokens:
         scores[torch.tensor(sorted(end_tokens), dtype=torch.int64)] = -torch.inf
     return scores
 
 
-def _penalise(
-    scores: torch.Tensor,
-    params: SamplingParams,
-    prompt: Seq[int],
-    output: Seq[int],
-    counts: dict[int, int] | None,
-) -> None:
-    if counts is None:
-        counts = {}
-        for token in output:
-            counts[token] = counts.get(token, 0) + 1
+def _penalise(scores: torch.Tensor, params: SamplingParams, past: Past) -> None:
+    counts = past.counts
     if params.repetition_penalty != 1.0:
-        ids = torch.tensor(sorted(set(prompt).union(counts)), dtype=torch.int64)
+        # A token of both prompt and output is in here twice, and gets the same new score twice.
+        ids = torch.cat([past.prompt_ids, torch.tensor(list(counts), dtype=torch.int64)])
         seen = scores[ids]
         factor = params.repetition_penalty
         scores[ids] = torch.where(seen > 0, seen / factor, seen * factor)
@@ -166,19 +213,8 @@ class NodeLaws:
             point[self._plain_greedy[node + 1]] = 1.0
             return point
         seq = self._seq
-        path = self._tree.path_tokens(node)
-        counts = seq.output_counts
-        if path and seq.params.has_penalties:
-            counts = counts.copy()
-            counts.update(path)
-        return law(
-            row,
-            seq.params,
-            prompt=seq.request.prompt,
-            output=[*seq.output, *path],
-            end_tokens=seq.end_tokens,
-            counts=counts,
-        )
+        past = Past.of(seq, self._tree.path_tokens(node))
+        return law_after(row, seq.params, past, seq.end_tokens)
 
     def greedy(self, node: int) -> int | None:
         """The only possible token after ``node`` at temperature 0; None at any other."""
@@ -228,7 +264,7 @@ class Noise:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._race: dict[tuple[int, int, int, int], torch.Tensor] = {}
+        self._race: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def _generator(self, role: Role, first: int, second: int) -> np.random.Generator:
         # The counter's low word is left to Philox itself, which advances it within one stream.
@@ -241,19 +277,35 @@ class Noise:
     ) -> torch.Tensor:
         """Standard exponentials, float32 ``[num]``, all positive. Do not write to them.
 
-        The last few streams are kept: nodes of one depth and a coupled draft share them.
+        The last few streams of the target's draws are kept, until :meth:`forget`: nodes of one
+        depth and a coupled draft share them, and so does the next step. Others are asked for once.
         """
-        key = (num, position, int(role), base)
+        if role is not Role.DRAW:
+            return self._exponentials(num, position, role, base)
+        key = (num, position, base)
         if key not in self._race:
             while len(self._race) >= 32:
                 self._race.pop(next(iter(self._race)))
-            # Drawn in float64: numpy's float32 draws have 23 random bits, so one in 8 million is 0,
-            # which lets any token win, however unlikely. In a large vocabulary that is a token in
-            # fifty.
-            noise = self._generator(role, position, base).standard_exponential(num)
-            np.maximum(noise, np.finfo(np.float32).tiny, out=noise)
-            self._race[key] = torch.from_numpy(noise.astype(np.float32))
+            self._race[key] = self._exponentials(num, position, role, base)
         return self._race[key]
+
+    def _exponentials(self, num: int, position: int, role: Role, base: int) -> torch.Tensor:
+        # Drawn in float64: numpy's float32 draws have 23 random bits, so one in 8 million is 0,
+        # which lets any token win, however unlikely. In a large vocabulary that is a token in
+        # fifty.
+        noise = self._generator(role, position, base).standard_exponential(num)
+        np.maximum(noise, np.finfo(np.float32).tiny, out=noise)
+        return torch.from_numpy(noise.astype(np.float32))
+
+    def forget(self, before: int | None = None) -> None:
+        """Free the streams kept for positions below ``before``, which will not be drawn again;
+        all of them without it. Streams are large: one number per token of the vocabulary. Whoever
+        asks for one again gets the same."""
+        self._race = {
+            key: stream
+            for key, stream in self._race.items()
+            if before is not None and key[1] >= before
+        }
 
     def race(
         self, probs: torch.Tensor, position: int, role: Role = Role.DRAW, base: int = 0
@@ -274,8 +326,11 @@ __all__ = [
     "Chance",
     "NodeLaws",
     "Noise",
+    "Past",
     "Role",
     "adjust",
+    "adjust_after",
     "law",
+    "law_after",
     "truncate",
 ]

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outrider.config import EngineConfig
 from outrider.drafters.base import Budget
 from outrider.errors import OutOfSlots
 from outrider.kv import KVCache
 from outrider.request import Sequence
+
+PROMPT_SHARE = 0.25
+"""The part of a step's tokens that prompts may take before drafts get any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,28 @@ class Slot:
     complete: bool
 
 
+@dataclass(slots=True)
+class _Part:
+    """A :class:`Slot` in the making. ``missing``: tokens not computed before this step."""
+
+    seq: Sequence
+    missing: int
+    num_chain: int
+    budget: Budget = field(default_factory=lambda: Budget(0, 0))
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_chain == self.missing
+
+    def slot(self, length: int) -> Slot:
+        return Slot(
+            seq=self.seq,
+            stop=length + self.num_chain,
+            budget=self.budget,
+            complete=self.is_complete,
+        )
+
+
 class Scheduler:
     """Admission, the budget of a step, and preemption. Mutates the KV cache's tables.
 
@@ -46,6 +71,8 @@ class Scheduler:
         self._on_preempt = on_preempt
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
+        self._step = 0
+        self._last_run: dict[str, int] = {}  # the last step that each running sequence was in
 
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
@@ -53,48 +80,85 @@ class Scheduler:
     def remove(self, seq: Sequence) -> None:
         """A sequence ended or was cancelled."""
         if seq in self.running:
-            self.running.remove(seq)
-            self._kv.close(seq.id)
+            self._stop(seq)
         elif seq in self.waiting:
             self.waiting.remove(seq)
 
     def plan(self) -> list[Slot]:
-        """The next step. Sequences that only need their last token come first, so that prompts
-        are computed between the others' steps and never instead of them."""
-        left = self._config.max_step_tokens
-        planned: dict[str, Slot] = {}
-        for seq in sorted(self.running, key=lambda seq: self._missing(seq) > 1):
-            if left and seq in self.running:
-                left -= self._place(seq, left, planned)
-        while left and self._admit(planned):
-            left -= self._place(self.running[-1], left, planned)
-        return list(planned.values())
+        """The next step. Everyone's next token comes first, prompts have a share of their own, and
+        drafts divide what is left: neither a long prompt nor many drafts hold up anybody else.
+        Where not even the next tokens fit, those who waited longest go first."""
+        self._step += 1
+        parts: dict[str, _Part] = {}
+        for seq in sorted(self.running, key=self._turn):
+            if seq not in self.running:
+                continue  # preempted for one before it
+            is_prompt = self._missing(seq) > 1
+            self._place(seq, parts, self._prompt_room(parts) if is_prompt else self._left(parts))
+        while self._prompt_room(parts) and self._admit():
+            self._place(self.running[-1], parts, self._prompt_room(parts))
+        self._share(parts)
+        for seq in list(self.running):
+            self._extend(seq, parts)
+        while self._left(parts) and self._admit():
+            self._place(self.running[-1], parts, self._left(parts))
+        self._share(parts)  # drafts of the prompts that were completed since
+        self._last_run.update(dict.fromkeys(parts, self._step))
+        return [part.slot(self._kv.length(part.seq.id)) for part in parts.values()]
+
+    def _turn(self, seq: Sequence) -> tuple[int, bool]:
+        return self._last_run.get(seq.id, 0), self._missing(seq) > 1
 
     def _missing(self, seq: Sequence) -> int:
         return len(seq.tokens) - self._kv.length(seq.id)
 
-    def _place(self, seq: Sequence, left: int, planned: dict[str, Slot]) -> int:
-        """Plan one running sequence, preempting younger ones for its slots if it must. Returns
-        the tokens it takes; 0 if it was preempted itself."""
+    def _left(self, parts: dict[str, _Part]) -> int:
+        """Tokens of the step that are not given away."""
+        taken = sum(part.num_chain + part.budget.num_nodes for part in parts.values())
+        return self._config.max_step_tokens - taken
+
+    def _prompt_room(self, parts: dict[str, _Part]) -> int:
+        """What is left of the share that prompts have before drafts get anything."""
+        share = max(1, int(self._config.max_step_tokens * PROMPT_SHARE))
+        taken = sum(part.num_chain for part in parts.values() if part.missing > 1)
+        return max(0, min(share - taken, self._left(parts)))
+
+    def _place(self, seq: Sequence, parts: dict[str, _Part], room: int) -> None:
+        """Give a running sequence at most ``room`` tokens of its chain, preempting younger ones
+        for its slots if it must; nothing if it was preempted, just now or before."""
+        if seq not in self.running or not room:
+            return
         missing = self._missing(seq)
-        num_chain = min(missing, self._config.chunk, left)
-        budget = _budget(seq, left - num_chain) if num_chain == missing else Budget(0, 0)
-        while not self._reserve(seq, num_chain + budget.num_nodes):
-            if budget.num_nodes:
-                budget = Budget(0, 0)
-                continue
+        num_chain = min(missing, self._config.chunk, room)
+        while not self._reserve(seq, num_chain):
             victim = self.running[-1]
-            planned.pop(victim.id, None)
+            parts.pop(victim.id, None)
             self._preempt(victim)
             if victim is seq:
-                return 0
-        planned[seq.id] = Slot(
-            seq=seq,
-            stop=self._kv.length(seq.id) + num_chain,
-            budget=budget,
-            complete=num_chain == missing,
-        )
-        return num_chain + budget.num_nodes
+                return
+        parts[seq.id] = _Part(seq, missing, num_chain)
+
+    def _extend(self, seq: Sequence, parts: dict[str, _Part]) -> None:
+        """Let a running prompt use what the drafts left. For more than its share of the step
+        nobody is preempted."""
+        part = parts.get(seq.id)
+        if part is None:
+            self._place(seq, parts, self._left(parts))
+            return
+        more = min(part.missing, self._config.chunk) - part.num_chain
+        more = min(more, self._left(parts))
+        if more > 0 and self._reserve(seq, more):
+            part.num_chain += more
+
+    def _share(self, parts: dict[str, _Part]) -> None:
+        """Divide what is left among the drafts of complete sequences that have none yet: evenly,
+        and what cannot be divided to another one in each step."""
+        drafting = [p for p in parts.values() if p.is_complete and not p.budget.num_nodes]
+        wanted = [_budget(part.seq) for part in drafting]
+        nodes = _divide([budget.num_nodes for budget in wanted], self._left(parts), self._step)
+        for part, budget, num_nodes in zip(drafting, wanted, nodes, strict=True):
+            if num_nodes and self._reserve(part.seq, num_nodes):
+                part.budget = Budget(num_nodes, budget.depth)
 
     def _reserve(self, seq: Sequence, num_slots: int) -> bool:
         try:
@@ -103,13 +167,17 @@ class Scheduler:
             return False
         return True
 
-    def _preempt(self, seq: Sequence) -> None:
+    def _stop(self, seq: Sequence) -> None:
         self.running.remove(seq)
+        self._last_run.pop(seq.id, None)
         self._kv.close(seq.id)
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._stop(seq)
         self.waiting.appendleft(seq)
         self._on_preempt(seq)
 
-    def _admit(self, planned: dict[str, Slot]) -> bool:
+    def _admit(self) -> bool:
         """Move the first waiting sequence that can start to the running ones."""
         if len(self.running) >= self._config.max_batch:
             return False
@@ -138,8 +206,24 @@ class Scheduler:
             self._kv.open(seq.id, seq.tokens)
 
 
-def _budget(seq: Sequence, left: int) -> Budget:
-    """Draft nodes for a sequence: what it asks for, as far as it may still grow. The bonus token
-    takes the last place."""
+def _budget(seq: Sequence) -> Budget:
+    """The draft nodes a sequence asks for, as far as it may still grow. The bonus token takes the
+    last place."""
     depth = min(seq.num_draft, seq.max_length - len(seq.tokens) - 1)
-    return Budget(min(seq.num_draft, left), depth) if depth > 0 and left > 0 else Budget(0, 0)
+    return Budget(seq.num_draft, depth) if depth > 0 else Budget(0, 0)
+
+
+def _divide(wanted: list[int], left: int, first: int) -> list[int]:
+    """Grant every wish evenly, one by one from the ``first`` (modulo their number) on, until
+    nothing is left."""
+    if sum(wanted) <= left:
+        return wanted
+    granted = [0] * len(wanted)
+    turn = first
+    while left:
+        i = turn % len(wanted)
+        if granted[i] < wanted[i]:
+            granted[i] += 1
+            left -= 1
+        turn += 1
+    return granted

@@ -121,7 +121,9 @@ class TokenTree:
     @property
     def is_chain(self) -> bool:
         """Whether every node's parent is the node before it."""
-        return bool((self.parents == np.arange(-1, len(self) - 1)).all())
+        return len(self.parents) == len(self) and bool(
+            (self.parents == np.arange(-1, len(self) - 1)).all()
+        )
 
     def path(self, node: int) -> list[int]:
         """Indices of the nodes from the root's child to ``node``; empty for :data:`ROOT`."""
@@ -144,9 +146,29 @@ class TokenTree:
         return self.probe is not None and bool(self.probe[node])
 
     def is_sound(self, vocab_size: int) -> bool:
-        """Whether all tokens are in the vocabulary and all laws are numbers."""
-        known = bool(((self.tokens >= 0) & (self.tokens < vocab_size)).all())
-        return known and (self.laws is None or bool(torch.isfinite(self.laws).all()))
+        """Whether this is a tree over the vocabulary that a drafter may propose: every parent is
+        before its child, every token is in the vocabulary, every law is a row of ``laws``, whose
+        numbers are finite and not negative. Nothing else may be asked of a tree that is not."""
+        num_nodes = len(self)
+        parts = (self.parents, self.law, self.scores, self.probe)
+        if self.tokens.ndim != 1 or any(
+            part is not None and part.shape != (num_nodes,) for part in parts
+        ):
+            return False
+        num_laws = 0
+        if self.laws is not None:
+            if self.laws.ndim != 2 or self.laws.shape[1] != vocab_size:
+                return False
+            num_laws = len(self.laws)
+            if num_laws:
+                low, high = (float(value) for value in self.laws.aminmax())
+                if not (low >= 0.0 and high < np.inf):  # NaN is neither
+                    return False
+        return (
+            _within(self.tokens, 0, vocab_size)
+            and _within(self.parents, ROOT, np.arange(num_nodes))
+            and (self.law is None or _within(self.law, FIXED, num_laws))
+        )
 
     def select(self, nodes: Sequence[int] | IntArray) -> Self:
         """The tree of the given nodes only; every kept node's parent must be kept too.
@@ -186,6 +208,11 @@ class TokenTree:
         if self.scores is None or self.law is not None:
             raise ValueError("best() needs scores, and candidates that were not drawn by chance")
         return self.select(np.argsort(-self.scores, kind="stable")[:num_nodes])
+
+
+def _within(values: IntArray, low: int, end: int | IntArray) -> bool:
+    """Whether all are integers from ``low`` to before ``end``."""
+    return values.dtype == np.int64 and bool(((values >= low) & (values < end)).all())
 
 
 def merge(trees: Sequence[TokenTree]) -> TokenTree:

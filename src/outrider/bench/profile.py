@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -175,16 +174,6 @@ def _linears(packed: Sequence[Packed], repeats: int) -> float:
     return statistics.median(times[1:])
 
 
-def save(result: Profile, path: Path) -> None:
-    """Write ``result`` as JSON, whole or not at all."""
-    text = json.dumps(asdict(result), indent=1) + "\n"
-
-    def write(file: Path) -> None:
-        file.write_text(text, encoding="utf-8")
-
-    write_whole(path, write)
-
-
 def stored_path(loaded: LoadedModel, dtype: str) -> Path:
     """Where the profile of this model on this machine is kept for draft policies."""
     folder = cache_dir() / "profiles"
@@ -221,4 +210,4 @@ def plot(result: Profile, path: Path) -> None:
     pyplot.close(figure)
 
 
-__all__ = ["NoKernels", "Profile", "plot", "profile", "read_bandwidth", "save", "stored_path"]
+__all__ = ["NoKernels", "Profile", "plot", "profile", "read_bandwidth", "stored_path"]

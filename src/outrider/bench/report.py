@@ -6,7 +6,6 @@ import json
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,18 +127,11 @@ def _same(row: Row) -> str:
     return f"{share}, near-tie" if row.exact else f"{share}, DIFFERS"
 
 
-def write_json(
-    path: Path, rows: Sequence[Row], *, environment: Mapping[str, Any], settings: Mapping[str, Any]
-) -> None:
-    """Write everything to ``path``, whole or not at all."""
-    document = {
-        "environment": dict(environment),
-        "settings": dict(settings),
-        "rows": [asdict(row) for row in rows],
-    }
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Write ``document`` as JSON, whole or not at all. Raises ConfigError."""
     text = json.dumps(document, indent=1, ensure_ascii=False) + "\n"
-    write_whole(path, lambda file: _write_text(file, text))
 
+    def write(file: Path) -> None:
+        file.write_text(text, encoding="utf-8")
 
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+    write_whole(path, write)

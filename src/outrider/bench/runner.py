@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from outrider.bench.neartie import Difference, first_difference
 from outrider.bench.statistics import median, pooled_interval, pooled_ratio
 from outrider.bench.workloads import Prompt
+from outrider.errors import ConfigError
 from outrider.llm import LLM, completion
 from outrider.metrics import Stats, total
-from outrider.request import SamplingParams
+from outrider.request import SamplingParams, sequence_seed
 from outrider.verify import BIT_EXACT, make_verifier
 
 ALL = "all"
@@ -87,7 +89,11 @@ def compare(
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Row]:
     """Measure plain decoding and ``contenders``; one row per contender and workload, and one for
-    all workloads together. Every drafter is made and warmed up before anything is timed."""
+    all workloads together. Every drafter is made and warmed up before anything is timed. Answers
+    are drawn with ``seed`` if ``params`` has none. Raises ConfigError, see :func:`check_all`."""
+    if params.seed is None:  # every request would get a seed of its own: nothing to compare
+        params = replace(params, seed=seed)
+    check_all(llm, contenders, prompts, params)
     everyone = [PLAIN, *(c for c in contenders if c != PLAIN)]
     for contender in everyone:
         _answer(llm, contender, llm.encode(prompts[0].turns[0]), params)
@@ -95,7 +101,7 @@ def compare(
     workloads = list(dict.fromkeys(p.category for p in prompts))
     if len(workloads) > 1:
         workloads.append(ALL)
-    differences = _differences(llm, samples)
+    differences = _differences(llm, samples, params)
     return [
         _row(
             contender,
@@ -112,6 +118,36 @@ def compare(
         for workload in workloads
         for contender in everyone
     ]
+
+
+def check_all(
+    llm: LLM,
+    contenders: Sequence[Contender],
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+) -> None:
+    """Raise ConfigError for the first contender or prompt that cannot be run. Makes the drafters.
+
+    Of later turns only the least length is known, with empty answers before them.
+    """
+    for contender in contenders:
+        llm.check([0], params, drafter=contender.drafter, verifier=contender.verifier)
+    for prompt in prompts:
+        messages: list[dict[str, str]] = []
+        for turn in prompt.turns:
+            messages.append({"role": "user", "content": turn})
+            with _named(prompt):
+                llm.check(llm.encode(messages), params)
+            messages.append({"role": "assistant", "content": ""})
+
+
+@contextlib.contextmanager
+def _named(prompt: Prompt) -> Iterator[None]:
+    """Say which prompt a ConfigError is about."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"prompt {prompt.id!r}: {error}") from None
 
 
 def _measure(
@@ -136,7 +172,8 @@ def _measure(
                 ids = histories.setdefault(number, llm.encode(messages))
                 shift = (number + repeat) % len(contenders)
                 for contender in contenders[shift:] + contenders[:shift]:
-                    tokens, seconds, stats = _answer(llm, contender, ids, params)
+                    with _named(prompt):
+                        tokens, seconds, stats = _answer(llm, contender, ids, params)
                     samples.append(
                         Sample(
                             contender=contender,
@@ -177,14 +214,29 @@ def _find(samples: list[Sample], contender: Contender, prompt: int, repeat: int)
     )
 
 
-def _differences(llm: LLM, samples: list[Sample]) -> list[tuple[Difference, Sample]]:
-    """Where answers of the first repeat leave plain decoding's, and by how little."""
-    plain = {s.prompt: s for s in samples if s.contender == PLAIN and s.repeat == 0}
+def _differences(
+    llm: LLM, samples: list[Sample], params: SamplingParams
+) -> list[tuple[Difference, Sample]]:
+    """Where answers leave plain decoding's of the same repeat, and by how little. Answers that
+    several repeats agree on are looked at once."""
+    plain = {(s.prompt, s.repeat): s for s in samples if s.contender == PLAIN}
+    distinct: dict[tuple[object, ...], tuple[Sample, Sample]] = {}
+    for sample in samples:
+        expected = plain[sample.prompt, sample.repeat]
+        if make_verifier(sample.contender.verifier).exactness != BIT_EXACT:
+            continue
+        if sample.tokens != expected.tokens:
+            key = (sample.contender, sample.prompt, expected.tokens, sample.tokens)
+            distinct.setdefault(key, (expected, sample))
+    model, seed = llm.target.model, sequence_seed(params, 0)
     return [
-        (first_difference(llm.target.model, s.ids, plain[s.prompt].tokens, s.tokens, s.prompt), s)
-        for s in samples
-        if s.repeat == 0 and s.tokens != plain[s.prompt].tokens
-        if make_verifier(s.contender.verifier).exactness == BIT_EXACT
+        (
+            first_difference(
+                *(model, s.ids, expected.tokens, s.tokens, s.prompt), params=params, seed=seed
+            ),
+            s,
+        )
+        for expected, s in distinct.values()
     ]
 
 

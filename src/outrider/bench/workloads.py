@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from outrider.errors import BadFile, ConfigError
 
@@ -38,28 +38,6 @@ class Prompt:
     id: str
     category: str
     turns: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """Prompts under the name that tables show."""
-
-    name: str
-    prompts: tuple[Prompt, ...]
-
-    @classmethod
-    def load(cls, source: str, limit: int | None = None) -> Self:
-        """The prompts of :func:`load_prompts`, named after their source."""
-        return cls(source, tuple(load_prompts(source, limit)))
-
-    @property
-    def categories(self) -> tuple[str, ...]:
-        """Every category once, in the order of their first prompts."""
-        return tuple(dict.fromkeys(prompt.category for prompt in self.prompts))
-
-    def of(self, category: str) -> tuple[Prompt, ...]:
-        """The prompts of one category."""
-        return tuple(prompt for prompt in self.prompts if prompt.category == category)
 
 
 def load_prompts(source: str, limit: int | None = None) -> list[Prompt]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import types
 import typing
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -28,6 +29,8 @@ DRAFTERS: dict[str, str] = {
 }
 
 BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+KINDS = (int, float, str, bool)
+ALLOWED = "int, float, str, bool, or one of these | None"
 
 
 def known_drafters() -> dict[str, str]:
@@ -37,11 +40,19 @@ def known_drafters() -> dict[str, str]:
 
 
 def describe() -> list[str]:
-    """One line per drafter: its specification with all options and their defaults."""
+    """One line per drafter: its specification with all options and their defaults, or why it
+    cannot be used."""
     lines: list[str] = []
     for name in known_drafters():
-        shape = _Shape.of(name)
-        options = [f"{key}={shape.defaults[key]}" for key in shape.options]
+        try:
+            shape = _Shape.of(name)
+        except ConfigError as error:  # somebody else's package; the others are still good
+            lines.append(f"{name}: cannot be used: {error}")
+            continue
+        options = [
+            f"{key}={'none' if option.default is None else option.default}"
+            for key, option in shape.options.items()
+        ]
         members = ["[SPEC,SPEC,...]"] if shape.has_members else []
         rest = ",".join([argument.upper() for argument in shape.arguments] + members + options)
         lines.append(f"{name}:{rest}" if rest else name)
@@ -123,50 +134,94 @@ def _split_members(text: str) -> list[str]:
     return members
 
 
-def _value(spec: str, key: str, text: str, kind: type) -> Any:
-    if kind is bool:
+def _value(spec: str, key: str, text: str, option: _Option) -> Any:
+    if option.or_none and text.lower() == "none":
+        return None
+    if option.kind is bool:
         if text.lower() in BOOLEANS:
             return BOOLEANS[text.lower()]
     else:
         try:
-            return kind(text)
+            return option.kind(text)
         except ValueError:
             pass
-    raise ConfigError(f"drafter {spec!r}: {key} is {text!r}, expected {kind.__name__}")
+    expected = option.kind.__name__ + (" or none" if option.or_none else "")
+    raise ConfigError(f"drafter {spec!r}: {key} is {text!r}, expected {expected}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """A keyword-only parameter: one of KINDS, perhaps or None."""
+
+    kind: type
+    or_none: bool
+    default: Any
+
+    @classmethod
+    def of(cls, where: str, parameter: inspect.Parameter, hint: Any) -> _Option:
+        """Raises ConfigError for what no text can be turned into."""
+        or_none = False
+        if typing.get_origin(hint) in (typing.Union, types.UnionType):
+            others = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
+            or_none = len(others) < len(typing.get_args(hint))
+            hint = others[0] if len(others) == 1 else hint
+        if hint not in KINDS:
+            given = "no annotation" if hint is None else f"the annotation {hint}"
+            raise ConfigError(
+                f"{where}: its option {parameter.name!r} has {given}, expected {ALLOWED}"
+            )
+        if parameter.default is parameter.empty:
+            raise ConfigError(f"{where}: its option {parameter.name!r} needs a default")
+        return cls(hint, or_none, parameter.default)
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What a drafter's class takes: arguments, options with types and defaults, and more."""
+    """What a drafter's class takes: arguments, options, and more."""
 
     factory: Any
     arguments: tuple[str, ...]
-    options: dict[str, type]
-    defaults: dict[str, Any]
+    options: dict[str, _Option]
     has_context: bool
     has_members: bool
 
     @classmethod
     def of(cls, name: str) -> _Shape:
-        module, _, attribute = known_drafters()[name].partition(":")
-        factory = getattr(import_module(module), attribute)
-        parameters = inspect.signature(factory).parameters
-        hints = typing.get_type_hints(factory.__init__)
+        """Raises ConfigError for a class that cannot be imported or takes something else."""
+        where = f"drafter {name!r} ({known_drafters()[name]})"
+        factory = _import(where, known_drafters()[name])
+        try:
+            parameters = inspect.signature(factory).parameters
+            hints = typing.get_type_hints(factory.__init__)
+        except (TypeError, ValueError, NameError, AttributeError) as error:
+            raise ConfigError(f"{where}: its __init__ cannot be read: {error}") from None
+        positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        if positional[:1] != ["name"]:
+            raise ConfigError(
+                f"{where}: its __init__ must take 'name' first, it takes {positional or 'nothing'}"
+            )
         special = ("name", "context", "members")
-        options = [
-            p.name
-            for p in parameters.values()
-            if p.kind is p.KEYWORD_ONLY and p.name not in special
-        ]
         return cls(
             factory=factory,
-            arguments=tuple(
-                p.name
+            arguments=tuple(key for key in positional if key not in special),
+            options={
+                p.name: _Option.of(where, p, hints.get(p.name))
                 for p in parameters.values()
-                if p.kind is p.POSITIONAL_OR_KEYWORD and p.name not in special
-            ),
-            options={key: hints[key] for key in options},
-            defaults={key: parameters[key].default for key in options},
+                if p.kind is p.KEYWORD_ONLY and p.name not in special
+            },
             has_context="context" in parameters,
             has_members="members" in parameters,
         )
+
+
+def _import(where: str, path: str) -> Any:
+    """The class at "module:class". Raises ConfigError whatever its module raises."""
+    module, _, attribute = path.partition(":")
+    try:
+        factory = getattr(import_module(module), attribute)
+    except Exception as error:  # code of another package runs here
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"{where} cannot be imported: {reason}") from None
+    if not isinstance(factory, type):
+        raise ConfigError(f"{where} is no class")
+    return factory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -14,11 +15,13 @@ from outrider.drafters.base import Budget, DrafterContext, Feedback, Needs
 from outrider.errors import ConfigError, OutOfSlots
 from outrider.models.base import Model
 from outrider.request import Sequence
-from outrider.sampling import Role, adjust, best_tokens, law
+from outrider.sampling import Past, Role, adjust_after, best_tokens, law_after
 from outrider.tree import ROOT, TokenTree
 
 CHUNK = 512
 """Tokens of one sequence that the draft model catches up with in one step."""
+
+_KEYS = itertools.count()
 
 
 @dataclass(slots=True)
@@ -97,6 +100,12 @@ class DraftModel:
         self.stream = context.stream
         self.model: Model = context.load_draft(model)
         self._vocab_size = context.vocab_size
+        self._key = next(_KEYS)
+
+    def table(self, seq_id: str) -> str:
+        """Name of a sequence's table in the model's cache. Drafters that share a model share its
+        pool, but each knows how far it computed a sequence itself."""
+        return f"{self._key}:{seq_id}"
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[TokenTree | None]:
         roots = self._catch_up(seqs)
@@ -112,9 +121,10 @@ class DraftModel:
             if growth is None:
                 trees.append(TokenTree.empty())
                 continue
+            table = self.table(seq.id)
             if growth.failed:
-                self.model.scrub(self.model.kv.scratch(seq.id).tolist())
-            self.model.kv.commit(seq.id, np.empty(0, np.int64), ())
+                self.model.scrub(self.model.kv.scratch(table).tolist())
+            self.model.kv.commit(table, np.empty(0, np.int64), ())
             if growth.failed:
                 trees.append(None)
                 continue
@@ -126,8 +136,8 @@ class DraftModel:
         pass
 
     def forget(self, seq_id: str) -> None:
-        if seq_id in self.model.kv:
-            self.model.kv.close(seq_id)
+        if self.table(seq_id) in self.model.kv:
+            self.model.kv.close(self.table(seq_id))
 
     # Catching up.
 
@@ -139,21 +149,23 @@ class DraftModel:
         works: list[Work] = []
         ready: list[bool] = []
         for seq in seqs:
-            if seq.id in kv and kv.length(seq.id) >= len(seq.tokens):
-                kv.close(seq.id)  # nothing new since the last draft, whose logits are gone
-            if seq.id not in kv:
-                kv.open(seq.id, seq.tokens)
-            start = kv.length(seq.id)
+            table = self.table(seq.id)
+            if table in kv and (kv.length(table) >= len(seq.tokens) or len(kv.scratch(table))):
+                # Nothing new since the last draft, whose logits are gone; or an exception ended it.
+                kv.close(table)
+            if table not in kv:
+                kv.open(table, seq.tokens)
+            start = kv.length(table)
             stop = min(len(seq.tokens), start + CHUNK)
             chain = seq.tokens[start:stop]
             if (
                 len(seq.tokens) >= self.model.context_length
                 or max(chain) >= self.model.vocab_size
-                or not self._reserve(seq.id, len(chain))
+                or not self._reserve(table, len(chain))
             ):
                 ready.append(False)
                 continue
-            works.append(Work(seq_id=seq.id, chain=chain))
+            works.append(Work(seq_id=table, chain=chain))
             ready.append(stop == len(seq.tokens))
         if not works:
             return [None] * len(seqs)
@@ -161,20 +173,21 @@ class DraftModel:
         computed = {work.seq_id: row for work, row in zip(works, rows, strict=True)}
         result: list[torch.Tensor | None] = []
         for seq, is_ready in zip(seqs, ready, strict=True):
-            row = computed.get(seq.id)
+            table = self.table(seq.id)
+            row = computed.get(table)
             if row is None:
                 result.append(None)
                 continue
             _, finite = best_tokens(row)
             if finite:  # otherwise growing finds out, and nothing is kept
-                chain = seq.tokens[kv.length(seq.id) :][: len(kv.scratch(seq.id))]
-                kv.commit(seq.id, np.arange(len(chain)), chain)
+                chain = seq.tokens[kv.length(table) :][: len(kv.scratch(table))]
+                kv.commit(table, np.arange(len(chain)), chain)
             result.append(row if is_ready or not finite else None)
         return result
 
-    def _reserve(self, seq_id: str, num_slots: int) -> bool:
+    def _reserve(self, table: str, num_slots: int) -> bool:
         try:
-            self.model.kv.reserve(seq_id, num_slots)
+            self.model.kv.reserve(table, num_slots)
         except OutOfSlots:
             return False
         return True
@@ -228,12 +241,13 @@ class DraftModel:
     def _work(self, growth: _Growth) -> Work | None:
         """The next forward: the frontier's nodes. None, and no frontier, if slots ran out."""
         start = len(growth.computed)
-        if not self._reserve(growth.seq.id, len(growth.frontier)):
+        table = self.table(growth.seq.id)
+        if not self._reserve(table, len(growth.frontier)):
             growth.frontier = []
             return None
         growth.computed += growth.frontier
         tree = growth.tree().select(growth.computed)
-        return Work(seq_id=growth.seq.id, tree=tree, start=start)
+        return Work(seq_id=table, tree=tree, start=start)
 
     def _expand(self, growth: _Growth, level: int) -> None:
         """Give the frontier's nodes children and choose the next frontier among these."""
@@ -266,15 +280,14 @@ class DraftModel:
             path.insert(0, growth.tokens[above])
             above = growth.parents[above]
         position += len(path)
-        output = [*seq.output, *path] if params.has_penalties or params.min_tokens else path
-        prompt, ends = seq.request.prompt, seq.end_tokens
+        past, ends = Past.of(seq, path), seq.end_tokens
         if params.temperature == 0.0:
-            scores = adjust(logits, params, prompt=prompt, output=output, end_tokens=ends)
+            scores = adjust_after(logits, params, past, ends)
             if self.width == 1:
                 return [int(scores.argmax())], [0.0]
             confidence = torch.log_softmax(scores, dim=-1)
         else:
-            q = law(logits, params, prompt=prompt, output=output, end_tokens=ends)
+            q = law_after(logits, params, past, ends)
             if growth.drawn:
                 test = self.stream * 2**32 + node + 1
                 race = seq.noise.race(q, test, Role.DRAFT, len(seq.tokens))

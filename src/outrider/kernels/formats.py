@@ -5,6 +5,7 @@ See csrc/linear.inl for the layouts: panels of 32 outputs, inputs padded to whol
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 from dataclasses import dataclass
@@ -64,7 +65,8 @@ def huge_bytes(num_bytes: int) -> torch.Tensor:
     it for prefetches."""
     memory = mmap.mmap(-1, num_bytes + 2 * HUGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without huge pages refuses
+            memory.madvise(mmap.MADV_HUGEPAGE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=-address % HUGE)
 

@@ -6,8 +6,10 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -175,43 +177,71 @@ def load_library(isa: str | None = None) -> Library:
     chosen = isa or os.environ.get("OUTRIDER_ISA") or sets[-1]
     if chosen not in sets:
         raise NoKernels(f"instruction set {chosen!r} is not one of this CPU's: {', '.join(sets)}")
+    path = _built()
+    if isinstance(path, str):
+        raise NoKernels(path)
     try:
-        return Library(_built(), chosen)
+        return Library(path, chosen)
     except OSError as error:
         raise NoKernels(f"the kernels cannot be loaded: {error}") from None
 
 
 @cache
-def _built() -> Path:
-    """Path of the shared library, compiled now if it is not in the cache."""
-    files = sorted(SOURCES.iterdir())
+def _built() -> Path | str:
+    """Path of the shared library, compiled now if it is not in the cache; or why there is none,
+    which is found out only once."""
     sets = X86_SETS if platform.machine() in ("x86_64", "AMD64") else {"plain": []}
     digest = hashlib.sha256(repr((FLAGS, sets, platform.platform())).encode())
-    for file in files:
+    for file in sorted(SOURCES.iterdir()):
         digest.update(file.read_bytes())
-    folder = cache_dir() / "kernels"
-    path = folder / f"outrider-{digest.hexdigest()[:16]}.so"
-    if path.is_file():
-        return path
-    compiler = os.environ.get("CXX") or next(
-        filter(None, map(shutil.which, ("g++", "clang++"))), ""
-    )
-    if not compiler:
-        raise NoKernels("no C++ compiler was found (g++ or clang++, or name one in CXX)")
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        objects = [str(Path(temporary) / f"{name}.o") for name in (*sets, "pool")]
-        commands = [
-            [compiler, *FLAGS, *flags, f"-DISA={name}", "-c", str(SOURCES / "stack.cpp"), "-o", out]
-            for (name, flags), out in zip(sets.items(), objects, strict=False)
-        ]
-        commands.append([compiler, *FLAGS, "-c", str(SOURCES / "pool.cpp"), "-o", objects[-1]])
-        whole = str(Path(temporary) / "whole.so")
-        commands.append([compiler, "-shared", "-o", whole, *objects, "-lpthread"])
-        for command in commands:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                first = (done.stderr.strip().splitlines() or ["no message"])[0]
-                raise NoKernels(f"{compiler} failed: {first}")
-        os.replace(whole, path)
+    path = cache_dir() / "kernels" / f"outrider-{digest.hexdigest()[:16]}.so"
+    try:
+        if not path.is_file():
+            _build(path, sets)
+    except NoKernels as error:
+        return str(error)
+    except OSError as error:
+        return f"the kernels cannot be built: {error}"
     return path
+
+
+def _build(path: Path, sets: dict[str, list[str]]) -> None:
+    """Compile the library for ``sets`` into ``path``. Raises NoKernels and OSError."""
+    compiler = _compiler()
+    print("building the C++ kernels (once, takes up to half a minute)", file=sys.stderr, flush=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
+        objects = {name: str(Path(temporary) / f"{name}.o") for name in (*sets, "pool")}
+        stack, pool = str(SOURCES / "stack.cpp"), str(SOURCES / "pool.cpp")
+        commands = [
+            [*compiler, *FLAGS, *flags, f"-DISA={name}", "-c", stack, "-o", objects[name]]
+            for name, flags in sets.items()
+        ]
+        _compile([*commands, [*compiler, *FLAGS, "-c", pool, "-o", objects["pool"]]])
+        whole = str(Path(temporary) / "whole.so")
+        _compile([[*compiler, "-shared", "-o", whole, *objects.values(), "-lpthread"]])
+        os.replace(whole, path)
+
+
+def _compiler() -> list[str]:
+    """The command of the compiler, from CXX or found. Raises NoKernels."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    if named and shutil.which(named[0]) is None:
+        raise NoKernels(f"CXX is {named[0]!r}, which is not a command; name a C++ compiler")
+    found = named or [name for name in ("g++", "clang++") if shutil.which(name)][:1]
+    if not found:
+        raise NoKernels("no C++ compiler was found (g++ or clang++, or name one in CXX)")
+    return found
+
+
+def _compile(commands: list[list[str]]) -> None:
+    """Run all ``commands`` at once. Raises NoKernels with the first line that one says."""
+    running = [
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for command in commands
+    ]
+    said = [process.communicate()[1] for process in running]
+    for process, text in zip(running, said, strict=True):
+        if process.returncode:
+            first = (text.strip().splitlines() or [f"exit status {process.returncode}"])[0]
+            raise NoKernels(f"{commands[0][0]} failed: {first}")

@@ -79,13 +79,23 @@ def read_config(file: GgufFile) -> PreTrainedConfig:
         if (given := _integer(file, key, head_dim)) != head_dim:
             key = key.replace("{arch}", architecture)
             raise UnsupportedModel(f"{file.path}: {key} {given}, supported: head size {head_dim}")
+    _check_layers(file, _integer(file, "{arch}.block_count"))
+    kv_heads = _integer(file, "{arch}.attention.head_count_kv", heads)
+    feed_forward = _integer(file, "{arch}.feed_forward_length")
+    for name, rows in (
+        ("token_embd", None),
+        ("blk.0.attn_q", heads * head_dim),
+        ("blk.0.attn_k", kv_heads * head_dim),
+        ("blk.0.ffn_up", feed_forward),
+    ):
+        _check_shape(file, f"{name}.weight", rows, hidden)
     common = {
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
-        "intermediate_size": _integer(file, "{arch}.feed_forward_length"),
+        "intermediate_size": feed_forward,
         "num_hidden_layers": _integer(file, "{arch}.block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": _integer(file, "{arch}.attention.head_count_kv", heads),
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "max_position_embeddings": _integer(file, "{arch}.context_length"),
         "rms_norm_eps": float(file.need("{arch}.attention.layer_norm_rms_epsilon")),
@@ -101,6 +111,32 @@ def read_config(file: GgufFile) -> PreTrainedConfig:
     except Exception as error:  # values of the wrong kind
         raise BadFile(f"{file.path}: its metadata is no valid configuration: {error}") from None
     return config
+
+
+def _check_layers(file: GgufFile, stated: int) -> None:
+    """Raise BadFile unless the file has as many layers as its metadata says. A damaged number
+    could otherwise ask for more layers than there is memory."""
+    layers = {int(m[1]) for name in file.tensors if (m := re.match(r"blk\.(\d{1,9})\.", name))}
+    found = max(layers, default=-1) + 1
+    if stated < 1 or stated != found:
+        raise BadFile(
+            f"{file.path}: {file.architecture}.block_count is {stated}, its tensors are those of "
+            f"{found} layers; download it again"
+        )
+
+
+def _check_shape(file: GgufFile, name: str, rows: int | None, columns: int) -> None:
+    """Raise BadFile unless the matrix is there and has the shape that the metadata gives it,
+    before anything of that shape is allocated. ``rows`` None: any number of them."""
+    if name not in file.tensors:
+        raise BadFile(f"{file.path} has no tensor {name!r}; it is not a whole model")
+    shape = file.tensors[name].shape
+    expected = (shape[0] if rows is None else rows, columns)
+    if shape != expected:
+        raise BadFile(
+            f"{file.path}: {name!r} has the shape {shape}, by the metadata it is {expected}; "
+            "download it again"
+        )
 
 
 def _integer(file: GgufFile, key: str, default: int | None = None) -> int:

@@ -263,9 +263,10 @@ class _Folder:
     def config(self) -> PreTrainedConfig:
         stated = _json(self._path / "config.json")
         if method := stated.get("quantization_config"):
+            name = method.get("quant_method") if isinstance(method, dict) else None
             raise UnsupportedModel(
-                f"{self._path} has weights quantised with "
-                f"{method.get('quant_method', 'an unnamed method')!r}; take the plain ones"
+                f"{self._path} has weights quantised with {name or 'an unnamed method'!r}; "
+                "take the plain ones"
             )
         try:
             config: PreTrainedConfig = AutoConfig.from_pretrained(self._path, local_files_only=True)
@@ -316,7 +317,12 @@ def _shards(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     found = sorted(path.glob("*.safetensors"))
     if index.is_file():
-        names = sorted(set(_json(index).get("weight_map", {}).values()))
+        weight_map = _json(index).get("weight_map", {})
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(name, str) for name in weight_map.values()
+        ):
+            raise BadFile(f"{index}: its weight_map must name a file for every tensor")
+        names = sorted(set(weight_map.values()))
         missing = [name for name in names if path / Path(name).name not in found]
         if missing or not names:
             raise BadFile(f"{path} lacks {missing or 'all files'} of its index; download it again")

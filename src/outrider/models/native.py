@@ -176,25 +176,32 @@ class NativeDecoder:
         hidden_layers: Seq[int] = (),
         num_layers: int | None = None,
     ) -> Forward:
-        """Compute a batch; see :meth:`outrider.models.base.Model.forward`. Logits are float32."""
+        """Compute a batch; see :meth:`outrider.models.base.Model.forward`.
+
+        Logits and hidden states are float32. Raises ValueError for a layer that does not exist or
+        is not reached, and MemoryError.
+        """
         depth = self.num_layers if num_layers is None else num_layers
+        if not 0 <= depth <= self.num_layers:
+            raise ValueError(f"num_layers is {depth}, expected 0 to {self.num_layers}")
+        if any(not 0 <= i <= depth for i in hidden_layers):
+            raise ValueError(
+                f"hidden_layers is {hidden_layers}, expected numbers from 0 to {depth}"
+            )
         num_tokens, num_logits = batch.num_tokens, len(batch.logit_index)
         x = F.embedding(batch.input_ids, self.embedding).float()
         if self._embed_scale != 1.0:
             x.mul_(self._embed_scale)
         logits = torch.empty(num_logits, self.vocab_size)
-        hidden = (
-            torch.empty(len(hidden_layers), num_tokens, self.hidden_size) if hidden_layers else None
-        )
+        states = {layer: torch.empty(num_tokens, self.hidden_size) for layer in hidden_layers}
         keep: list[Any] = []
         rotations = [table(batch.positions) for table in self._tables]
         cos = [c.contiguous() for c, _ in rotations]
         sin = [s.contiguous() for _, s in rotations]
         rows = (library.Row * len(batch.rows))(*(_row(row, keep) for row in batch.rows))
         wanted = [0] * (self.num_layers + 1)
-        for place, layer in enumerate(hidden_layers):
-            assert hidden is not None
-            wanted[layer] = hidden[place].data_ptr()
+        for layer, state in states.items():
+            wanted[layer] = state.data_ptr()
         described = library.Batch(
             num_tokens=num_tokens,
             num_rows=len(batch.rows),
@@ -217,11 +224,9 @@ class NativeDecoder:
             self.threads or torch.get_num_threads(),
         )
         if failed:
-            raise MemoryError(f"a forward of {num_tokens} tokens")
-        states = None
-        if hidden is not None:
-            states = hidden.transpose(0, 1).reshape(num_tokens, -1)
-        return Forward(logits=logits, hidden=states)
+            raise MemoryError(f"no memory or threads for a forward of {num_tokens} tokens")
+        hidden = torch.cat([states[i] for i in hidden_layers], dim=1) if hidden_layers else None
+        return Forward(logits=logits, hidden=hidden)
 
     def scrub(self, slots: Seq[int]) -> None:
         """Zero the pool's ``slots`` in every layer."""

@@ -259,12 +259,10 @@ static void attend_tile(const Job& job, const Layer& layer, Query* tile, int cou
   }
   first &= ~(kBlock - 1);
   const int width = (last - first + kBlock - 1) & ~(kBlock - 1);
-  std::vector<float>& scores = job.s.scores[t];
-  scores.resize(std::max(scores.size(), static_cast<size_t>(count) * width));
-  std::vector<float>& block = job.s.blocks[t];
-  block.resize(std::max(block.size(), static_cast<size_t>(2 * kBlock) * d));
-  float* turned = block.data() + static_cast<size_t>(kBlock) * d;
-  for (int i = 0; i < count; ++i) tile[i].scores = scores.data() + static_cast<size_t>(i) * width;
+  float* scores = job.s.scores[t].data();
+  float* block = job.s.blocks[t].data();
+  float* turned = block + static_cast<size_t>(kBlock) * d;
+  for (int i = 0; i < count; ++i) tile[i].scores = scores + static_cast<size_t>(i) * width;
 
   for (int from = first; from < last; from += kBlock) {
     Sharing sharing(tile, count, from);
@@ -276,8 +274,8 @@ static void attend_tile(const Job& job, const Layer& layer, Query* tile, int cou
         targets[i] = sharing.members[i]->scores + (from - first);
       }
       if (sharing.widen_now) {
-        widen(layer, *sharing.widest, from, sharing.stop, slot_size, keys, d, block.data());
-        turn(block.data(), d, turned);
+        widen(layer, *sharing.widest, from, sharing.stop, slot_size, keys, d, block);
+        turn(block, d, turned);
       }
       switch (num) {
         case 1: products<1>(vectors, turned, d, model.attention_scale, targets); break;
@@ -307,14 +305,14 @@ static void attend_tile(const Job& job, const Layer& layer, Query* tile, int cou
         targets[i] = out + static_cast<size_t>(sharing.members[i] - tile) * d;
       }
       if (sharing.widen_now)
-        widen(layer, *sharing.widest, from, sharing.stop, slot_size, values, d, block.data());
+        widen(layer, *sharing.widest, from, sharing.stop, slot_size, values, d, block);
       // Keys that a query does not see have weight 0; adding 0 changes no sum.
       const int seen = sharing.stop - from;
       switch (num) {
-        case 1: mix<1>(weights, block.data(), seen, d, targets); break;
-        case 2: mix<2>(weights, block.data(), seen, d, targets); break;
-        case 3: mix<3>(weights, block.data(), seen, d, targets); break;
-        default: mix<4>(weights, block.data(), seen, d, targets); break;
+        case 1: mix<1>(weights, block, seen, d, targets); break;
+        case 2: mix<2>(weights, block, seen, d, targets); break;
+        case 3: mix<3>(weights, block, seen, d, targets); break;
+        default: mix<4>(weights, block, seen, d, targets); break;
       }
     }
   }
@@ -329,15 +327,14 @@ static void attention(const Job& job, const Layer& layer, int t, int n) {
   const Linear& l = layer.out;
   int from, to, unit = 0, count = 0;
   span(job.batch.num_tokens * model.num_heads, 1, t, n, from, to);
-  std::vector<float>& buffer = job.s.tiles[t];
-  buffer.resize(std::max(buffer.size(), static_cast<size_t>(kTile) * d));
+  float* buffer = job.s.tiles[t].data();  // [kTile][d]
   Query tile[kTile];
   const auto flush = [&] {
     if (count == 0) return;
-    attend_tile(job, layer, tile, count, t, buffer.data());
+    attend_tile(job, layer, tile, count, t, buffer);
     for (int i = 0; i < count; ++i) {
       const int at = tile[i].head * d;
-      prepare(l, job.s.mid, tile[i].m, buffer.data() + static_cast<size_t>(i) * d, at,
+      prepare(l, job.s.mid, tile[i].m, buffer + static_cast<size_t>(i) * d, at,
               at / l.group, (at + d) / l.group, at + d);
     }
     count = 0;

@@ -2,11 +2,13 @@
 // follows at once, then sleep.
 #include <atomic>
 #include <condition_variable>
+#include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
-#include <unistd.h>
+#include <pthread.h>
 
 #include "outrider.h"
 
@@ -22,44 +24,57 @@ namespace {
 constexpr int kSpins = 20000;        // about half a millisecond before a worker goes to sleep
 constexpr int kBarrierSpins = 2000;  // then give the core away: somebody else may hold it
 
-struct Pool {
-  std::vector<std::thread> threads;
+// A pool thread. It looks at its own ticket alone, so that a run touches the threads it needs and
+// no others: who takes no part in a run never reads what is written for it.
+struct Worker {
   std::mutex mutex;
   std::condition_variable wake;
   std::atomic<uint64_t> ticket{0};
-  std::atomic<int> pending{0};
+};
+
+struct Pool {
+  std::vector<Worker*> workers;  // worker i is thread i + 1 of a run
+  std::atomic<int> pending{0};   // workers of this run that are not done
   std::atomic<int> arrived{0};
   std::atomic<uint64_t> phase{0};
+  // Of this run: written while its workers are idle, read by them after their tickets.
   Work work = nullptr;
   void* context = nullptr;
   int num_threads = 1;
-  pid_t owner = 0;
 
-  void worker(int id, uint64_t seen) {
-    for (;;) {
+  void serve(Worker& self, int id) {
+    for (uint64_t seen = 0;; ++seen) {
       int spins = 0;
-      while (ticket.load(std::memory_order_acquire) == seen) {
+      while (self.ticket.load(std::memory_order_acquire) == seen) {
         if (++spins < kSpins) {
           relax();
           continue;
         }
-        std::unique_lock<std::mutex> lock(mutex);
-        wake.wait(lock, [&] { return ticket.load(std::memory_order_acquire) != seen; });
+        std::unique_lock<std::mutex> lock(self.mutex);
+        self.wake.wait(lock, [&] { return self.ticket.load(std::memory_order_acquire) != seen; });
       }
-      ++seen;
-      if (id < num_threads) {
-        work(context, id, num_threads);
-        pending.fetch_sub(1, std::memory_order_release);
-      }
+      work(context, id, num_threads);
+      pending.fetch_sub(1, std::memory_order_release);
     }
   }
 
+  // Throws std::system_error or std::bad_alloc; the threads there are stay usable.
   void grow(int wanted) {
-    while (static_cast<int>(threads.size()) + 1 < wanted) {
-      const int id = static_cast<int>(threads.size()) + 1;
-      threads.emplace_back(&Pool::worker, this, id, ticket.load());
-      threads.back().detach();
+    while (static_cast<int>(workers.size()) + 1 < wanted) {
+      workers.reserve(workers.size() + 1);
+      auto worker = std::make_unique<Worker>();
+      std::thread(&Pool::serve, this, std::ref(*worker), static_cast<int>(workers.size()) + 1)
+          .detach();
+      workers.push_back(worker.release());
     }
+  }
+
+  void start(Worker& worker) {
+    {
+      std::lock_guard<std::mutex> lock(worker.mutex);
+      worker.ticket.fetch_add(1, std::memory_order_release);
+    }
+    worker.wake.notify_one();
   }
 
   void wait(std::atomic<int>& counter) {
@@ -72,30 +87,29 @@ struct Pool {
 Pool* pool = nullptr;
 std::mutex run_mutex;
 
+// A fork waits for the run of another thread. Pool threads do not survive it: the child makes new
+// ones.
+void before_fork() { run_mutex.lock(); }
+void after_fork() { run_mutex.unlock(); }
+void after_fork_in_child() {
+  pool = nullptr;
+  run_mutex.unlock();
+}
+const int registered = pthread_atfork(before_fork, after_fork, after_fork_in_child);
+
 }  // namespace
 
 void pool_run(int num_threads, Work work, void* context) {
   std::lock_guard<std::mutex> only(run_mutex);
-  if (pool == nullptr || pool->owner != getpid()) {  // threads do not survive a fork
-    pool = new Pool();
-    pool->owner = getpid();
-  }
+  if (pool == nullptr) pool = new Pool();
   Pool& p = *pool;
-  // Workers that wake late from an earlier run read num_threads, so all of them must be idle: they
-  // are, since every run waits for its own.
   p.grow(num_threads);
   p.num_threads = num_threads;
   p.work = work;
   p.context = context;
   p.arrived.store(0);
-  if (num_threads > 1) {
-    p.pending.store(num_threads - 1);
-    {
-      std::lock_guard<std::mutex> lock(p.mutex);
-      p.ticket.fetch_add(1, std::memory_order_release);
-    }
-    p.wake.notify_all();
-  }
+  p.pending.store(num_threads - 1);
+  for (int i = 0; i + 1 < num_threads; ++i) p.start(*p.workers[i]);
   work(context, 0, num_threads);
   p.wait(p.pending);
 }

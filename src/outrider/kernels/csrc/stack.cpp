@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <exception>
 #include <new>
 #include <vector>
 
@@ -25,7 +26,7 @@ extern "C" {
 void* JOIN(outrider_scratch_, ISA)() { return new (std::nothrow) Scratch(); }
 void JOIN(outrider_scratch_free_, ISA)(void* scratch) { delete static_cast<Scratch*>(scratch); }
 
-// Returns 0, or 1 if memory ran out.
+// Returns 0, or 1 if memory or threads ran out.
 int JOIN(outrider_forward_, ISA)(const Model* model, const Batch* batch, void* scratch,
                                  int threads) {
   Scratch& s = *static_cast<Scratch*>(scratch);
@@ -33,7 +34,7 @@ int JOIN(outrider_forward_, ISA)(const Model* model, const Batch* batch, void* s
     size_scratch(*model, *batch, s, threads);
     Job job{*model, *batch, s, num_panels(model->layers[0].qkv) * kLanes};
     pool_run(threads, run_stack, &job);
-  } catch (const std::bad_alloc&) {
+  } catch (const std::exception&) {
     return 1;
   }
   return 0;
@@ -66,7 +67,7 @@ int JOIN(outrider_linear_, ISA)(const Linear* l, const float* x, int rows, int n
     LinearJob job{l, x, y, rows, num, {}};
     job.in.size(*l, rows);
     pool_run(threads, run_linear, &job);
-  } catch (const std::bad_alloc&) {
+  } catch (const std::exception&) {
     return 1;
   }
   return 0;

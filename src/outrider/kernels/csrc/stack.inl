@@ -2,12 +2,13 @@
 // what one thread computes never depends on how the work was split.
 #pragma once
 
-// Buffers of one model, kept between calls. Sizes only grow.
+// Buffers of one model, kept between calls. size_scratch makes them large enough before the threads
+// start: a thread that ran out of memory would leave the others at a barrier.
 struct Scratch {
   Input input, mid, down_input, head_input;
   std::vector<float> qkv, tile_out;
-  std::vector<std::vector<float>> tiles, scores;
-  std::vector<std::vector<float>> blocks;  // 16 keys or values in float32
+  std::vector<std::vector<float>> tiles, scores;  // of each thread
+  std::vector<std::vector<float>> blocks;         // of each thread: 16 keys or values in float32
 };
 
 struct Job {
@@ -36,12 +37,11 @@ static float inverse_rms(const float* x, int num, float eps) {
 }
 
 // Normalise the rows of x and prepare them for l. Rows are split among threads, or the groups of
-// the rows where there are fewer rows than threads.
+// the rows where there are fewer rows than threads. buffer is [D], the thread's own.
 static void norm_prepare(const Job& job, const Linear& l, Input& in, const float* x,
                          const int64_t* index, int rows, const float* weight, int t, int n,
-                         std::vector<float>& buffer) {
+                         float* buffer) {
   const int hidden = job.model.hidden, groups = l.cols / l.group;
-  buffer.resize(std::max<size_t>(buffer.size(), hidden));
   for (int m = 0; m < rows; ++m) {
     int g0 = 0, g1 = groups;
     if (rows < n)
@@ -52,7 +52,7 @@ static void norm_prepare(const Job& job, const Linear& l, Input& in, const float
     const float r = inverse_rms(row, hidden, job.model.eps);
     const int k0 = std::min(hidden, g0 * l.group), k1 = std::min(hidden, g1 * l.group);
     for (int k = k0; k < k1; ++k) buffer[k] = row[k] * r * weight[k];
-    prepare(l, in, m, buffer.data(), 0, g0, g1, hidden);
+    prepare(l, in, m, buffer, 0, g0, g1, hidden);
   }
 }
 
@@ -64,14 +64,13 @@ static void add_linear(const Job& job, const Linear& l, const Input& in, const f
   const int stride = num_panels(l) * kLanes;
   int from, to;
   span(num_panels(l), 1, t, n, from, to);
-  std::vector<float>& tile = job.s.tiles[t];
-  tile.resize(std::max(tile.size(), static_cast<size_t>(rows) * kLanes));
+  float* tile = job.s.tiles[t].data();
   for (int p = from; p < to; ++p) {
     if (out) {
       panel_all(l, in, rows, p, out + p * kLanes, stride);
       continue;
     }
-    panel_all(l, in, rows, p, tile.data(), kLanes);
+    panel_all(l, in, rows, p, tile, kLanes);
     const int width = std::min(kLanes, l.rows - p * kLanes);
     for (int m = 0; m < rows; ++m) {
       float* x = job.batch.x + static_cast<size_t>(m) * hidden + p * kLanes;
@@ -119,17 +118,17 @@ static void rotate_and_store(const Job& job, const Layer& layer, int t, int n) {
 
 #include "attention.inl"
 
+// Panels of gate and up between two preparations of the inputs of down.
+static inline int gate_up_step(const Linear& down) { return std::max(1, down.group / kLanes); }
+
 static void gate_up(const Job& job, const Layer& layer, int t, int n) {
   const Linear &l = layer.gate_up, &down = layer.down;
   const int rows = job.batch.num_tokens, inter = job.model.intermediate;
-  const int pairs = num_panels(l) / 2, step = std::max(1, down.group / kLanes);
+  const int pairs = num_panels(l) / 2, step = gate_up_step(down);
   int from, to;
   span(pairs, step, t, n, from, to);
   const int width = step * kLanes;  // columns between two calls of prepare
-  std::vector<float>& tile = job.s.tiles[t];
-  const size_t need = static_cast<size_t>(rows) * kLanes * 2 + static_cast<size_t>(rows) * width;
-  tile.resize(std::max(tile.size(), need));
-  float* both = tile.data();
+  float* both = job.s.tiles[t].data();
   float* held = both + static_cast<size_t>(rows) * kLanes * 2;
   for (int p = from; p < to; ++p) {
     panel_all(l, job.s.input, rows, 2 * p, both, 2 * kLanes);
@@ -162,23 +161,22 @@ static void head(const Job& job, int t, int n) {
   const Model& model = job.model;
   const Linear& l = model.head;
   const int rows = job.batch.num_logits;
-  std::vector<float>& tile = job.s.tiles[t];
-  norm_prepare(job, l, job.s.head_input, job.batch.x, job.batch.logit_index, rows, model.final_norm, t, n,
-               job.s.scores[t]);
+  float* tile = job.s.tiles[t].data();
+  norm_prepare(job, l, job.s.head_input, job.batch.x, job.batch.logit_index, rows,
+               model.final_norm, t, n, job.s.scores[t].data());
   pool_barrier();
   int from, to;
   span(num_panels(l), 1, t, n, from, to);
-  tile.resize(std::max(tile.size(), static_cast<size_t>(rows) * kLanes));
   for (int p = from; p < to; ++p) {
     const int width = std::min(kLanes, l.rows - p * kLanes);
     if (width == kLanes) {
       panel_all(l, job.s.head_input, rows, p, job.batch.logits + p * kLanes, l.rows);
       continue;
     }
-    panel_all(l, job.s.head_input, rows, p, tile.data(), kLanes);
+    panel_all(l, job.s.head_input, rows, p, tile, kLanes);
     for (int m = 0; m < rows; ++m)
       std::memcpy(job.batch.logits + static_cast<size_t>(m) * l.rows + p * kLanes,
-                  tile.data() + m * kLanes, width * sizeof(float));
+                  tile + m * kLanes, width * sizeof(float));
   }
 }
 
@@ -198,7 +196,7 @@ static void run_stack(void* context, int t, int n) {
     const Layer& layer = model.layers[i];
     keep_hidden(job, i, t);
     norm_prepare(job, layer.qkv, s.input, batch.x, nullptr, rows, layer.attention_norm, t, n,
-                 s.scores[t]);
+                 s.scores[t].data());
     pool_barrier();
     int from, to;
     span(num_panels(layer.qkv), 1, t, n, from, to);
@@ -212,7 +210,7 @@ static void run_stack(void* context, int t, int n) {
     add_linear(job, layer.out, s.mid, layer.attention_post_norm, t, n);
     pool_barrier();
     norm_prepare(job, layer.gate_up, s.input, batch.x, nullptr, rows, layer.mlp_norm, t, n,
-                 s.scores[t]);
+                 s.scores[t].data());
     pool_barrier();
     gate_up(job, layer, t, n);
     pool_barrier();
@@ -223,23 +221,50 @@ static void run_stack(void* context, int t, int n) {
   if (batch.num_logits > 0) head(job, t, n);
 }
 
+// The scores of the largest tile of queries of a thread: [queries][keys, in whole blocks].
+static size_t num_scores(const Model& model, const Batch& batch, int threads) {
+  const int share = (batch.num_tokens * model.num_heads + threads - 1) / threads;
+  size_t most = 0;
+  for (int r = 0; r < batch.num_rows; ++r) {
+    const Row& row = batch.rows[r];
+    int keys = 0;
+    for (int q = 0; q < row.stop - row.start; ++q)
+      keys = std::max(keys, row.prefix_count[q] + row.extra_count[q]);
+    const size_t width = (keys + kBlock - 1) / kBlock * kBlock;
+    const int queries = (row.stop - row.start) * (model.num_heads / model.num_kv_heads);
+    most = std::max(most, width * std::min({kTile, queries, share}));
+  }
+  return most;
+}
+
+static void enlarge(std::vector<float>& buffer, size_t size) {
+  if (buffer.size() < size) buffer.resize(size);
+}
+
+// Make every buffer that run_stack uses large enough. Throws std::bad_alloc.
 static void size_scratch(const Model& model, const Batch& batch, Scratch& s, int threads) {
-  const int rows = batch.num_tokens;
-  s.tiles.resize(std::max<size_t>(s.tiles.size(), threads));
-  s.scores.resize(std::max<size_t>(s.scores.size(), threads));
-  s.blocks.resize(std::max<size_t>(s.blocks.size(), threads));
-  size_t qkv = 0, out = 0;
+  const size_t rows = batch.num_tokens, d = model.head_dim;
+  size_t qkv = 0, out = 0, tile = std::max(kTile * d, kLanes * size_t(batch.num_logits));
   for (int i = 0; i < model.num_layers; ++i) {
     const Layer& l = model.layers[i];
     s.input.size(l.qkv, rows);
     s.input.size(l.gate_up, rows);
     s.mid.size(l.out, rows);
     s.down_input.size(l.down, rows);
-    qkv = std::max<size_t>(qkv, static_cast<size_t>(num_panels(l.qkv)) * kLanes * rows);
-    out = std::max<size_t>(out, static_cast<size_t>(num_panels(l.out)) * kLanes * rows);
-    out = std::max<size_t>(out, static_cast<size_t>(num_panels(l.down)) * kLanes * rows);
+    qkv = std::max(qkv, num_panels(l.qkv) * kLanes * rows);
+    out = std::max(out, num_panels(l.out) * kLanes * rows);
+    out = std::max(out, num_panels(l.down) * kLanes * rows);
+    tile = std::max(tile, (2 + gate_up_step(l.down)) * kLanes * rows);
   }
   s.head_input.size(model.head, batch.num_logits);
-  s.qkv.resize(std::max(s.qkv.size(), qkv));
-  s.tile_out.resize(std::max(s.tile_out.size(), out));
+  enlarge(s.qkv, qkv);
+  enlarge(s.tile_out, out);
+  const size_t scores = std::max<size_t>(model.hidden, num_scores(model, batch, threads));
+  for (auto* buffers : {&s.tiles, &s.scores, &s.blocks})
+    if (buffers->size() < static_cast<size_t>(threads)) buffers->resize(threads);
+  for (int t = 0; t < threads; ++t) {
+    enlarge(s.tiles[t], tile);
+    enlarge(s.scores[t], scores);
+    enlarge(s.blocks[t], 2 * kBlock * d);
+  }
 }
