@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,9 @@ def test_bench_json(run: Any, model: str, tmp_path: Path) -> None:
         (("generate", "x", "-m", "~no-such-user/x"), "no file or folder"),
         (("generate", "x", "-m", "a" * 5000), "no "),
         (("generate", "x", "--threads", "100000"), "--threads is 100000, expected 1 to"),
-        (("generate", "x", "--n", "100000"), "n is 100000, expected 1 to 1024"),
+        (("generate", "x", "--n", "100000"), "n is 100000, expected 1 to 4096"),
+        (("generate", "x", "-m", ""), "the model's name is empty"),
+        (("generate", "half \ud800"), "the prompt is not valid UTF-8 text"),
         (("frobnicate",), "No such command"),
     ],
 )
@@ -213,6 +216,56 @@ def test_a_draft_of_another_vocabulary(run: Any, model: str, tmp_path: Path) -> 
     result = run("bench", "-m", model, "--dtype", "float32", "-d", f"draft:{other}")
     assert result.code == 2
     assert "have different tokenizers" in result.err.splitlines()[-1]
+
+
+def test_an_interrupt_is_no_success(run: Any, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("outrider.generate.print_answers", interrupted)
+    result = run("generate", PROMPT, "-m", model, "--dtype", "float32", "--num-slots", 64)
+    assert (result.code, result.err.splitlines()[-1]) == (130, "outrider: interrupted")
+
+
+def test_a_model_folder_runs_no_code(run: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "evil"
+    folder.mkdir()
+    ran = tmp_path / "ran"
+    (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass X: pass\n")
+    config = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.X"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(b"\0" * 8)
+    result = run("generate", PROMPT, "-m", folder)
+    assert (result.code, result.out) == (2, "")
+    assert result.err.count("\n") == 1
+    assert not ran.exists()
+
+
+def test_repeated_contenders_run_once(run: Any, model: str, tmp_path: Path) -> None:
+    out, prompts = tmp_path / "out.json", tmp_path / "prompts.jsonl"
+    prompts.write_text('{"id": 1, "category": "a", "turns": ["the heat"]}\n')
+    result = run(
+        *("bench", "-m", model, "--dtype", "float32", "--json", out, "--num-slots", 64),
+        *("--prompts", prompts, "--max-tokens", 2, "--repeats", 1),
+        *("-d", "ngram", "-d", " ngram", "-d", "none:"),
+    )
+    assert result.code == 0, result.err
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["drafter"] for row in rows] == ["none", "ngram"]
+    assert out.stat().st_mode & 0o777 == 0o644
+
+
+def test_warnings_are_one_line(
+    run: Any, model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def warn(*_: object, **__: object) -> None:
+        warnings.warn("careful", RuntimeWarning, stacklevel=1)
+
+    monkeypatch.setattr("outrider.generate.print_answers", warn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        result = run("generate", PROMPT, "-m", model, "--dtype", "float32", "--num-slots", 64)
+    assert result.err == "outrider: warning: careful\n"
 
 
 def test_exact_needs_the_kernels(run: Any, model: str) -> None:

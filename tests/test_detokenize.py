@@ -170,3 +170,12 @@ def test_random_bytes_in_long_runs() -> None:
     tokens = rng.integers(0, 11, 400).tolist()  # nothing but pieces of characters
     pieces, text, _ = stream(tokens, [3] * 134, [])
     assert "".join(pieces) == text == text_of(tokens), f"seed {seed}"
+
+
+def test_tokens_without_text_are_not_decoded_again() -> None:
+    detokenizer = Detokenizer(ToyTokenizer())
+    tokens = [21, *[0] * 200, 2, *[1] * 200, 3, 22]  # also inside a character
+    for token in tokens:
+        detokenizer.push(token)
+        assert len(detokenizer._ids) <= 4
+    assert detokenizer.text == text_of(tokens)

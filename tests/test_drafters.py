@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import EntryPoint
 
+import numpy as np
 import pytest
 
 from fake_model import FakeModel
@@ -296,11 +297,35 @@ def test_an_ensemble_merges_cuts_and_passes_on(make_sequence: MakeSequence) -> N
 def test_an_ensemble_fails_only_if_nothing_is_proposed(make_sequence: MakeSequence) -> None:
     seq = make_sequence([1, 2])
     seq.stats = Stats()
+    seq.stats = Stats()
     failing, good = scripted(None), scripted(TokenTree.chain([5]))
     assert Ensemble("x", [failing, failing]).propose([seq], [Budget(4, 4)]) == [None]
     (tree,) = Ensemble("x", [failing, good]).propose([seq], [Budget(4, 4)])
     assert tree is not None
     assert tree.tokens.tolist() == [5]
+    assert seq.stats.faults == 1  # all failed: the loop counts that one
+
+
+def test_an_unsound_member_is_a_fault_of_its_own(make_sequence: MakeSequence) -> None:
+    seq = make_sequence([1, 2])
+    seq.stats = Stats()
+    bad = TokenTree(tokens=np.array([3, 4]), parents=np.array([-1, 7]))
+    context = DrafterContext(vocab_size=VOCAB, load_draft=load_draft)
+    members = [scripted(bad), scripted(TokenTree.chain([5]))]
+    (tree,) = Ensemble("x", members, context=context).propose([seq], [Budget(2, 2)])
+    assert tree is not None
+    assert tree.tokens.tolist() == [5]
+    assert seq.stats.faults == 1
+
+
+def test_members_that_share_a_model_do_not_compute_the_text_again() -> None:
+    harness = make_engine()
+    one = request(drafter="ensemble:[draft:good,k=2,draft:good,k=2]", max_tokens=60)
+    (answer,) = harness.run(replace(one, params=replace(one.params, ignore_eos=True)))
+    assert len(answer.tokens) == 60
+    # Each member computes every token once, and its own drafts but the last.
+    bound = 2 * len(answer.seq.tokens) + answer.seq.stats.target_forwards * 2
+    assert harness.drafts["good"].num_computed <= bound
 
 
 def test_members_that_do_not_go_together_are_refused() -> None:

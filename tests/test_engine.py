@@ -341,3 +341,59 @@ def test_a_tree_for_a_verifier_of_chains_is_a_fault() -> None:
     assert answer.essence == plain(one)[0].essence
     assert answer.seq.stats.faults > 0
     assert answer.seq.stats.drafted == 0
+
+
+def test_a_drafter_that_raises_leaves_the_engine_usable() -> None:
+    def make(seq: Sequence, budget: Budget) -> TokenTree:
+        raise RuntimeError("a bug")
+
+    harness = make_engine(drafters={"raising": lambda: Scripted(make)})
+    one = request(id="good", drafter="none")
+    (answer,) = harness.add(one)
+    harness.add(request(id="bad", drafter="raising"))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a bug"):
+            harness.step()
+        harness.check()  # no scratch is left
+    harness.cancel("bad")
+    while harness.engine.has_work:
+        harness.step()
+    harness.check_empty()
+    assert answer.essence == plain(one)[0].essence
+
+
+def test_many_drafts_in_small_steps_hold_up_nobody() -> None:
+    requests = [
+        request(prompt_of(9, i), id=str(i), drafter="oracle", max_tokens=40, ignore_eos=True)
+        for i in range(3)
+    ]
+    requests = [replace(one, num_draft=7) for one in requests]
+    harness = make_engine(max_step_tokens=8)
+    answers = harness.add(*requests)
+    while not any(answer.finish for answer in answers):
+        harness.step()
+    assert sum(len(answer.tokens) > 0 for answer in answers) >= 2
+    while harness.engine.has_work:
+        harness.step()
+    assert essences(answers) == [plain(one)[0].essence for one in requests]
+
+
+def test_ready_sequences_share_the_drafts_and_take_turns() -> None:
+    requests = [
+        replace(request(prompt_of(2, i), id=str(i), drafter="wide", ignore_eos=True), num_draft=7)
+        for i in range(3)
+    ]
+    wrong = Scripted(lambda seq, budget: TokenTree.chain([3] * 7))
+    for size in (8, 3):
+        harness = make_engine(drafters={"wide": lambda: wrong}, max_step_tokens=size)
+        answers = harness.add(*requests)
+        for _ in range(12):
+            harness.step()
+        counts = [answer.seq.stats.target_forwards for answer in answers]
+        assert min(counts) >= max(counts) // 2 > 0
+
+
+def test_noise_is_freed_when_a_sequence_ends() -> None:
+    harness = make_engine()
+    (answer,) = harness.run(request(drafter="draft:good,k=4", temperature=1.0))
+    assert not answer.seq.noise._race

@@ -354,3 +354,14 @@ def test_check_notices_a_wrong_count() -> None:
     kv._refs[9] = 1
     with pytest.raises(AssertionError, match="counts"):
         kv.check()
+
+
+def test_check_notices_a_wrong_mark_of_the_index() -> None:
+    kv = KVCache(64)
+    kv.open("a")
+    write(kv, "a", story(0, 20))
+    kv.close("a")
+    assert kv.num_free == 64
+    kv._indexed[0] ^= 1
+    with pytest.raises(AssertionError, match="slots of the index"):
+        kv.check()

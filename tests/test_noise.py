@@ -159,3 +159,16 @@ def test_a_draft_that_races_with_the_same_noise_agrees_often() -> None:
     )
     deviation = math.sqrt(exact * (1.0 - exact) / NUM_DRAWS)
     assert abs(agree - exact) < 4 * deviation
+
+
+def test_streams_of_earlier_positions_are_freed() -> None:
+    noise = Noise(5)
+    first = noise.exponentials(8, 3).clone()
+    for position in range(4, 9):
+        noise.exponentials(8, position)
+        noise.exponentials(8, position, Role.DRAFT, 3)
+    noise.forget(before=7)
+    assert [key[1] for key in noise._race] == [7, 8]
+    noise.forget()
+    assert not noise._race
+    assert torch.equal(noise.exponentials(8, 3), first)

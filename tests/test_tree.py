@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -220,3 +222,35 @@ def test_is_sound() -> None:
     assert TokenTree.chain([1], laws).is_sound(4)
     laws[0, 2] = torch.nan
     assert not TokenTree.chain([1], laws).is_sound(4)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"parents": np.array([-1, 1])},
+        {"parents": np.array([-1, 5])},
+        {"parents": np.array([-2, 0])},
+        {"parents": np.array([-1])},
+        {"parents": np.array([-1, 0, 1])},
+        {"parents": np.array([-1.0, 0.0])},
+        {"law": np.array([0, 1])},
+        {"law": np.array([-2, 0])},
+        {"law": np.array([0])},
+        {"laws": None},
+        {"laws": torch.full((1, 5), 0.2)},
+        {"laws": torch.full((4,), 0.25)},
+        {"laws": torch.tensor([[1.5, -0.5, 0.0, 0.0]])},
+        {"laws": torch.tensor([[torch.inf, 0.0, 0.0, 0.0]])},
+        {"scores": np.zeros(1)},
+        {"probe": np.zeros(3, np.bool_)},
+    ],
+)
+def test_unsound_trees_are_told_without_an_error(parts: dict[str, Any]) -> None:
+    sound: dict[str, Any] = {
+        "tokens": np.array([1, 2]),
+        "parents": np.array([-1, 0]),
+        "law": np.array([0, -1]),
+        "laws": torch.full((1, 4), 0.25),
+    }
+    assert TokenTree(**sound).is_sound(4)
+    assert not TokenTree(**sound | parts).is_sound(4)

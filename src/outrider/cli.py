@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import warnings
 from typing import Annotated, Any
 
 import typer
 
 from outrider import __version__, commands
 from outrider.errors import Error, UserError
+
+INTERRUPTED = 130
 
 app = typer.Typer(
     name="outrider",
@@ -51,8 +55,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and exit: 0 done, 1 failed, 2 a mistake of the user, 130 interrupted."""
     # What transformers has to say about a configuration is either said by us or not an error.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    warnings.showwarning = _show_warning
     try:
         code = app(args=arguments, standalone_mode=False)
+        sys.stdout.flush()
     except ClickException as error:
         sys.exit(_complain(error.format_message(), 2))
     except UserError as error:
@@ -60,11 +66,29 @@ def main(arguments: list[str] | None = None) -> int:
     except Error as error:
         sys.exit(_complain(str(error), 1))
     except (KeyboardInterrupt, typer.Abort):
-        sys.exit(_complain("interrupted", 130))
+        sys.exit(_complain("interrupted", INTERRUPTED))
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)
+    except UnicodeError as error:
+        sys.exit(_complain(f"this terminal's encoding cannot show or read the text: {error}", 1))
+    except OSError as error:
+        _give_up_stdout()
+        sys.exit(_complain(f"the system refused: {error}", 1))
+    if code == INTERRUPTED:  # typer has answered the interrupt itself
+        _complain("interrupted", INTERRUPTED)
     sys.exit(code or 0)  # typer.Exit comes back as its code
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    """A warning as one line, without the place in our code that it came from."""
+    _complain(f"warning: {message}", 0)
+
+
+def _give_up_stdout() -> None:
+    """What could not be written would be tried again, and fail again, when Python exits."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(message: str, code: int) -> int:

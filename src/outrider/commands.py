@@ -232,12 +232,14 @@ def bench(
     check_output("--json", json_path)
     selected = load_prompts(prompts, limit=limit)
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
-    contenders = [
-        Contender(drafter=d, verifier=v)
-        for d in drafter or ["ngram:n=3,k=8", "suffix:k=8"]
-        if d != "none"
-        for v in verifier or ["coupled"]
-    ]
+    contenders = list(
+        dict.fromkeys(
+            Contender(drafter=d, verifier=v)
+            for d in map(str.strip, drafter or ["ngram:n=3,k=8", "suffix:k=8"])
+            if d.rstrip(":") != "none"
+            for v in verifier or ["coupled"]
+        )
+    )
     for contender in contenders:
         parse_spec(contender.drafter)
         make_verifier(contender.verifier)

@@ -37,10 +37,17 @@ def _reason(error: OSError | ValueError) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
+def _umask() -> int:
+    mask = os.umask(0)  # there is no way to read it without setting it
+    os.umask(mask)
+    return mask
+
+
 def write_whole(path: Path, write: Callable[[Path], None]) -> None:
     """Let ``write`` fill a temporary file beside ``path``, then rename it. Pipes and devices are
     written to directly. Raises ConfigError for what the system refuses."""
     try:
+        path = path.resolve() if path.is_symlink() and path.is_file() else path
         if path.exists() and not path.is_file():
             write(path)
             return
@@ -51,6 +58,7 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
         temporary = Path(name)
         try:
             write(temporary)
+            temporary.chmod(0o666 & ~_umask())
             os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):

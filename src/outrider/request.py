@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from outrider.verify import Verifier
 
 SEED_LIMIT = 2**63
-MOST_ANSWERS = 1024
+MOST_ANSWERS = 4096
 """Each answer of a request is a sequence of its own from the start."""
 
 

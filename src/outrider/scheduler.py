@@ -87,7 +87,8 @@ class Scheduler:
     def plan(self) -> list[Slot]:
         """The next step. Everyone's next token comes first, prompts have a share of their own, and
         drafts divide what is left: neither a long prompt nor many drafts hold up anybody else.
-        Where not even the next tokens fit, those who waited longest go first."""
+        Where not even the next tokens fit, those who waited longest go first. A step of N tokens
+        runs at most N sequences: nobody is admitted whose first token would not fit."""
         self._step += 1
         parts: dict[str, _Part] = {}
         for seq in sorted(self.running, key=self._turn):

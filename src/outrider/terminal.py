@@ -18,18 +18,25 @@ def read_prompt(argument: str | None, option: str | None, file: Path | None) -> 
         raise ConfigError("the prompt is given twice; use one of PROMPT, --prompt, --prompt-file")
     if file is not None:
         try:
-            text = file.read_text(encoding="utf-8")
+            text = file.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--prompt-file {file}: {error}") from error
     elif given and given[0] != "-":
         text = given[0]
-    elif sys.stdin.isatty():
+    elif sys.stdin is None or sys.stdin.isatty():
         raise ConfigError('no prompt; give one as in: outrider generate "Name three rivers."')
     else:
         text = sys.stdin.read()
+    check_text("the prompt", text)
     if not text.strip():
         raise ConfigError("the prompt is empty; give some text")
     return text
+
+
+def check_text(what: str, text: str | None) -> None:
+    """Raise ConfigError for text with bytes that were no UTF-8 where it came from."""
+    if text is not None and any(0xD800 <= ord(char) <= 0xDFFF for char in text):
+        raise ConfigError(f"{what} is not valid UTF-8 text")
 
 
 def read_biases(pairs: list[str]) -> dict[int, float]:

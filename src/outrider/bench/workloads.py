@@ -71,7 +71,7 @@ def _builtin(categories: Iterable[str]) -> list[Prompt]:
 
 def _read(path: Path) -> list[Prompt]:
     try:
-        return _parse(path.read_text(encoding="utf-8"), str(path))
+        return _parse(path.read_text(encoding="utf-8-sig"), str(path))
     except FileNotFoundError:
         raise BadFile(
             f"no prompt file {str(path)!r}; give the path of a .jsonl file, or {BUILTIN!r}"
@@ -114,6 +114,8 @@ def _prompt(line: str, where: str) -> Prompt:
         raise BadFile(f"{where}: the id is {row['id']!r}, expected a string or a whole number")
     if not isinstance(row["category"], str) or not row["category"]:
         raise BadFile(f"{where}: category is {row['category']!r}, expected a name")
+    if row["category"] == "all":
+        raise BadFile(f"{where}: category 'all' is what the rows over all categories are called")
     turns = row["turns"]
     if not isinstance(turns, list) or not turns:
         raise BadFile(f"{where}: 'turns' must be a list of at least one message")

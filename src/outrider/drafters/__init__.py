@@ -123,10 +123,23 @@ def parse_spec(spec: str) -> Plan:
     return Plan(spec, shape, arguments, options, members)
 
 
+def _outside_brackets(text: str) -> list[str]:
+    """Split at the commas that no bracket is open around."""
+    parts, depth = [""], 0
+    for char in text:
+        depth += (char == "[") - (char == "]")
+        if char == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return parts
+
+
 def _split_members(text: str) -> list[str]:
-    """Split at the commas that a drafter's name follows; other commas separate its options."""
+    """Split at the commas that a drafter's name follows; other commas separate its options, and
+    those in brackets belong to a member that is an ensemble itself."""
     members: list[str] = []
-    for part in (part.strip() for part in text.split(",") if part.strip()):
+    for part in (part.strip() for part in _outside_brackets(text) if part.strip()):
         if part.partition(":")[0] in known_drafters() or not members:
             members.append(part)
         else:

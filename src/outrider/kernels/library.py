@@ -14,7 +14,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from outrider.errors import Error
+from outrider.errors import ConfigError, Error
 from outrider.models.fetch import cache_dir
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -171,10 +171,13 @@ def available_sets() -> list[str]:
 
 @cache
 def load_library(isa: str | None = None) -> Library:
-    """The library for ``isa``, by default OUTRIDER_ISA or the best this CPU has. Raises
-    NoKernels."""
+    """The library for ``isa``, by default OUTRIDER_ISA or the best this CPU has. Raises NoKernels,
+    and ConfigError for an OUTRIDER_ISA that this CPU does not have."""
     sets = available_sets()
-    chosen = isa or os.environ.get("OUTRIDER_ISA") or sets[-1]
+    wanted = os.environ.get("OUTRIDER_ISA")
+    if wanted and wanted not in sets:
+        raise ConfigError(f"OUTRIDER_ISA is {wanted!r}, possible here: {', '.join(sets)}")
+    chosen = isa or wanted or sets[-1]
     if chosen not in sets:
         raise NoKernels(f"instruction set {chosen!r} is not one of this CPU's: {', '.join(sets)}")
     path = _built()
@@ -194,23 +197,25 @@ def _built() -> Path | str:
     digest = hashlib.sha256(repr((FLAGS, sets, platform.platform())).encode())
     for file in sorted(SOURCES.iterdir()):
         digest.update(file.read_bytes())
-    path = cache_dir() / "kernels" / f"outrider-{digest.hexdigest()[:16]}.so"
+    folder, name = cache_dir() / "kernels", f"outrider-{digest.hexdigest()[:16]}"
     try:
-        if not path.is_file():
-            _build(path, sets)
+        # The name ends in the size: loading a library that was cut short would kill the process.
+        for path in folder.glob(f"{name}-*.so"):
+            if path.stem == f"{name}-{path.stat().st_size}":
+                return path
+        return _build(folder, name, sets)
     except NoKernels as error:
         return str(error)
     except OSError as error:
         return f"the kernels cannot be built: {error}"
-    return path
 
 
-def _build(path: Path, sets: dict[str, list[str]]) -> None:
-    """Compile the library for ``sets`` into ``path``. Raises NoKernels and OSError."""
+def _build(folder: Path, name: str, sets: dict[str, list[str]]) -> Path:
+    """Compile the library for ``sets`` into ``folder``. Raises NoKernels and OSError."""
     compiler = _compiler()
     print("building the C++ kernels (once, takes up to half a minute)", file=sys.stderr, flush=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
         objects = {name: str(Path(temporary) / f"{name}.o") for name in (*sets, "pool")}
         stack, pool = str(SOURCES / "stack.cpp"), str(SOURCES / "pool.cpp")
         commands = [
@@ -220,7 +225,9 @@ def _build(path: Path, sets: dict[str, list[str]]) -> None:
         _compile([*commands, [*compiler, *FLAGS, "-c", pool, "-o", objects["pool"]]])
         whole = str(Path(temporary) / "whole.so")
         _compile([[*compiler, "-shared", "-o", whole, *objects.values(), "-lpthread"]])
+        path = folder / f"{name}-{os.stat(whole).st_size}.so"
         os.replace(whole, path)
+    return path
 
 
 def _compiler() -> list[str]:

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from outrider.models.decoder import Decoder
     from outrider.models.native import NativeDecoder
 
+# Nothing in a model folder is ever run: transformers would ask on standard input otherwise.
+_LOCAL = {"local_files_only": True, "trust_remote_code": False}
+
 TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>")
 """Tokens that end a text wherever a tokenizer has them."""
 
@@ -153,6 +156,8 @@ def load(
 
 def locate(name: str, *, fetch: bool = True, progress: bool = True) -> Path:
     """The folder or file that ``name`` stands for, fetched if need be (see :func:`load`)."""
+    if not name.strip():
+        raise ModelNotFound("the model's name is empty; give a name, a path or a hub id")
     try:
         path = Path(name).expanduser()
         if path.exists():
@@ -269,7 +274,7 @@ class _Folder:
                 "take the plain ones"
             )
         try:
-            config: PreTrainedConfig = AutoConfig.from_pretrained(self._path, local_files_only=True)
+            config: PreTrainedConfig = AutoConfig.from_pretrained(self._path, **_LOCAL)
         except Exception as error:  # unknown types, and values of the wrong kind
             kind = stated.get("model_type")
             raise UnsupportedModel(
@@ -291,7 +296,7 @@ class _Folder:
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self._path, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(self._path, **_LOCAL)
         except Exception as error:  # missing files, broken JSON, unknown classes
             raise BadFile(
                 f"{self._path}: its tokenizer cannot be read: {_first_line(error)}"
