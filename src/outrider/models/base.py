@@ -54,3 +54,16 @@ class Model(Protocol):
     def scrub(self, slots: Seq[int]) -> None:
         """Zero the pool's ``slots``: keys and values that are not numbers must not stay."""
         ...
+
+
+def checked_depth(all_layers: int, num_layers: int | None, hidden_layers: Seq[int]) -> int:
+    """The layers that a forward of a model of ``all_layers`` computes; None stands for all.
+
+    Raises ValueError for a layer that does not exist or is not reached.
+    """
+    depth = all_layers if num_layers is None else num_layers
+    if not 0 <= depth <= all_layers:
+        raise ValueError(f"num_layers is {depth}, expected 0 to {all_layers}")
+    if any(not 0 <= i <= depth for i in hidden_layers):
+        raise ValueError(f"hidden_layers is {hidden_layers}, expected numbers from 0 to {depth}")
+    return depth

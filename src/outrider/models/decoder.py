@@ -19,7 +19,7 @@ from outrider.batch import ForwardBatch
 from outrider.errors import BadFile
 from outrider.kv import KVCache
 from outrider.models.attention import RowPlan, attend, plan_rows
-from outrider.models.base import Forward
+from outrider.models.base import Forward, checked_depth
 from outrider.models.config import DecoderConfig
 from outrider.models.rope import RopeTable, rotate_
 
@@ -181,13 +181,7 @@ class Decoder(nn.Module):
         a token. Writes the pool at ``batch.write_slots``. Logits and hidden states are of the
         model's dtype. Raises ValueError for a layer that does not exist or is not reached.
         """
-        depth = self.num_layers if num_layers is None else num_layers
-        if not 0 <= depth <= self.num_layers:
-            raise ValueError(f"num_layers is {depth}, expected 0 to {self.num_layers}")
-        if any(not 0 <= i <= depth for i in hidden_layers):
-            raise ValueError(
-                f"hidden_layers is {hidden_layers}, expected numbers from 0 to {depth}"
-            )
+        depth = checked_depth(self.num_layers, num_layers, hidden_layers)
 
         x = F.embedding(batch.input_ids, self.embedding)
         if self._embed_scale != 1.0:

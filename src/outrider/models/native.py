@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from outrider.batch import ForwardBatch, Row
 from outrider.kernels import library
 from outrider.kernels.formats import LANES, Packed, pack, unpack
-from outrider.models.base import Forward
+from outrider.models.base import Forward, checked_depth
 from outrider.models.decoder import Decoder, Layer
 from outrider.models.rope import RopeTable
 
@@ -181,13 +181,7 @@ class NativeDecoder:
         Logits and hidden states are float32. Raises ValueError for a layer that does not exist or
         is not reached, and MemoryError.
         """
-        depth = self.num_layers if num_layers is None else num_layers
-        if not 0 <= depth <= self.num_layers:
-            raise ValueError(f"num_layers is {depth}, expected 0 to {self.num_layers}")
-        if any(not 0 <= i <= depth for i in hidden_layers):
-            raise ValueError(
-                f"hidden_layers is {hidden_layers}, expected numbers from 0 to {depth}"
-            )
+        depth = checked_depth(self.num_layers, num_layers, hidden_layers)
         num_tokens, num_logits = batch.num_tokens, len(batch.logit_index)
         x = F.embedding(batch.input_ids, self.embedding).float()
         if self._embed_scale != 1.0:
