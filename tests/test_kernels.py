@@ -5,17 +5,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from outrider.batch import Work, build
-from outrider.kernels import library
-from outrider.kernels.formats import FORMATS, Packed, huge_bytes, pack, unpack
-from outrider.kernels.library import NoKernels, available_sets, load_library
+from outrider.kernels.formats import FORMATS, INPUTS, Packed, huge_bytes, pack, unpack
+from outrider.kernels.library import available_sets, load_library
 from outrider.models.decoder import Decoder
 from outrider.models.native import NativeDecoder
 from outrider.tree import TokenTree
@@ -38,9 +35,9 @@ def run_linear(packed: Packed, x: torch.Tensor, isa: str, threads: int) -> torch
 def twin_input(packed: Packed, x: torch.Tensor) -> torch.Tensor:
     """What the kernels see of ``x``: bfloat16, or int8 with a scale for each group."""
     padded = torch.nn.functional.pad(x, (0, packed.cols - x.shape[1]))
-    if packed.format == "bfloat16":
+    if not packed.integer:
         return padded.bfloat16().float()
-    groups = padded.view(len(x), -1, packed.group)
+    groups = padded.view(len(x), -1, INPUTS)
     scale = groups.abs().amax(-1, keepdim=True) / 127
     return ((groups / torch.where(scale == 0, 1.0, scale)).round() * scale).view(len(x), -1)
 
@@ -199,11 +196,6 @@ def test_rows_do_not_depend_on_the_batch(family: str, format: str, isa: str) -> 
         assert torch.equal(alone[0], together[node + 1]), node
 
 
-def test_unknown_instruction_set() -> None:
-    with pytest.raises(NoKernels, match="'sse9' is not one of this CPU's: plain"):
-        load_library("sse9")
-
-
 class NoHugePages(mmap.mmap):
     """A mapping of a system without huge pages."""
 
@@ -216,84 +208,3 @@ def test_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = huge_bytes(100)
     assert len(memory) == 100
     assert not memory.any()
-
-
-# Building. A compiler that is a script stands for the real one, which takes long.
-
-
-@pytest.fixture
-def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Nothing was built or failed yet."""
-    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("CXX", raising=False)
-    load_library.cache_clear()
-    library._built.cache_clear()
-    yield tmp_path
-    load_library.cache_clear()
-    library._built.cache_clear()
-
-
-def fake_compiler(folder: Path, ending: str) -> tuple[str, Path]:
-    """A compiler that notes its calls in a file and ends with a line of shell."""
-    script, calls = folder / "compiler", folder / "calls"
-    script.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n{ending}\n', encoding="utf-8")
-    script.chmod(0o755)
-    return str(script), calls
-
-
-def test_the_library_is_built_once(
-    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("OUTRIDER_CACHE")
-    built = library._built()
-    library._built.cache_clear()
-    capfd.readouterr()
-    monkeypatch.setenv("OUTRIDER_CACHE", str(empty_cache / "cache"))
-    copy = f'while [ "$1" != -o ]; do shift; done; cp {built} "$2"'
-    compiler, calls = fake_compiler(empty_cache, copy)
-    monkeypatch.setenv("CXX", compiler)
-    for _ in range(2):
-        load_library()
-        load_library.cache_clear()
-        library._built.cache_clear()
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1
-    assert err.startswith("building the C++ kernels (once")
-    sets = library.X86_SETS if len(available_sets()) > 1 else {"plain": []}
-    assert len(calls.read_text(encoding="utf-8").splitlines()) == len(sets) + 2
-
-
-@pytest.mark.parametrize(
-    ("ending", "said"),
-    [("echo 'no room' >&2; echo more >&2; exit 1", "no room"), ("exit 3", "exit status 3")],
-)
-def test_a_failure_is_not_tried_again(
-    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, ending: str, said: str
-) -> None:
-    compiler, calls = fake_compiler(empty_cache, ending)
-    monkeypatch.setenv("CXX", compiler)
-    for isa in (None, "plain", None):
-        with pytest.raises(NoKernels, match=f"compiler failed: {said}$"):
-            load_library(isa)
-    text = calls.read_text(encoding="utf-8")
-    assert text.count("pool.cpp") == 1
-    assert "-shared" not in text
-
-
-def test_a_compiler_that_is_none(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler -v")
-    with pytest.raises(NoKernels, match="CXX is 'no-such-compiler', which is not a command"):
-        load_library()
-    monkeypatch.delenv("CXX")
-    monkeypatch.setenv("PATH", "")
-    library._built.cache_clear()
-    with pytest.raises(NoKernels, match=r"no C\+\+ compiler was found"):
-        load_library()
-
-
-def test_a_cache_that_cannot_be_written(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (empty_cache / "cache").write_text("a file", encoding="utf-8")
-    monkeypatch.setenv("CXX", fake_compiler(empty_cache, "exit 0")[0])
-    with pytest.raises(NoKernels, match="the kernels cannot be built: "):
-        load_library()

@@ -14,11 +14,14 @@ import numpy as np
 import pytest
 import torch
 
+from gguf_writer import tokenizer
 from harness import Harness, make_engine
 from outrider.batch import Work, build
+from outrider.kernels.formats import unpack
 from outrider.metrics import Stats
 from outrider.models.decoder import Decoder
-from outrider.models.native import NativeDecoder, accelerate
+from outrider.models.load import load
+from outrider.models.native import NativeDecoder
 from outrider.request import Request, SamplingParams
 from outrider.tree import TokenTree
 from tiny import VOCAB, tiny_config, tiny_decoder, tiny_hf
@@ -196,20 +199,28 @@ def test_buffers_follow_the_forward() -> None:
 def test_without_a_compiler_pytorch_decodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With the numbers that the kernels would have multiplied by."""
     from outrider.kernels import library
 
+    folder = tmp_path / "model"
+    weights("llama").to(torch.bfloat16).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    with_kernels = load(str(folder), dtype="int8").model
+    assert isinstance(with_kernels, NativeDecoder)
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "false")
+    monkeypatch.setattr(library, "INSTALLED", tmp_path)
     library.load_library.cache_clear()
     library._built.cache_clear()
     try:
-        decoder = tiny_decoder(weights("llama"), dtype=torch.bfloat16)
         with pytest.warns(RuntimeWarning, match="runs on PyTorch.*: false failed: exit status 1"):
-            model = accelerate(decoder, "int8")
+            model = load(str(folder), dtype="int8").model
     finally:
         library.load_library.cache_clear()
         library._built.cache_clear()
-    assert model is decoder
+    assert isinstance(model, Decoder)
+    packed = unpack(with_kernels.packed[0])[:, : model.hidden_size]
+    assert torch.equal(model.layers[0].qkv.weight.float(), packed.bfloat16().float())
     assert torch.isfinite(logits_of(model, 5)).all()
 
 

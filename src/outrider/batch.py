@@ -100,8 +100,12 @@ def build(
 ) -> ForwardBatch:
     """Pack ``works``. Reserves in ``kv`` the scratch slots that are still missing.
 
-    ``windows``: the attention windows that the model's layers use. Raises OutOfSlots.
+    ``windows``: the attention windows that the model's layers use. Without any, the model follows
+    the slot tables itself and makes its own inputs: the tensors then stay on the host. Raises
+    OutOfSlots.
     """
+    if not windows:
+        device = "cpu"  # a copy of each would only wait for the device
     ids: list[IntArray] = []
     positions: list[IntArray] = []
     write: list[IntArray] = []
@@ -222,7 +226,7 @@ def _row(
             masks[window] = None  # one token that sees everything
             continue
         if sees is None:
-            sees = _visible(work, length, num_chain, total, query)
+            sees = _visible(work, length, query)
         seen = sees
         if narrow:
             assert window is not None
@@ -243,12 +247,19 @@ def _row(
     )
 
 
-def _visible(work: Work, length: int, num_chain: int, total: int, query: IntArray) -> BoolArray:
+def _visible(work: Work, length: int, query: IntArray) -> BoolArray:
     """bool ``[Q, length + total]``: [[1, causal, 0], [1, 1, ancestors]]."""
+    total = len(work.chain) + len(work.tree)
+    sees = np.ones((len(query), length + total), np.bool_)
+    sees[:, length:] = visible_among_new(work)[query]
+    return sees
+
+
+def visible_among_new(work: Work) -> BoolArray:
+    """Who sees whom among the chain and all nodes of ``work``: bool ``[N, N]``, queries first."""
+    num_chain, total = len(work.chain), len(work.chain) + len(work.tree)
     new = np.zeros((total, total), np.bool_)
     new[:num_chain, :num_chain] = np.tri(num_chain, dtype=np.bool_)
     new[num_chain:, :num_chain] = True
     new[num_chain:, num_chain:] = work.tree.ancestors
-    sees = np.ones((len(query), length + total), np.bool_)
-    sees[:, length:] = new[query]
-    return sees
+    return new

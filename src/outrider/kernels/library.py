@@ -1,40 +1,23 @@
-"""The compiled library: building it once, finding it again, and calling it."""
+"""The compiled library: its structures, its functions, and which instruction set to take."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import platform
-import shlex
-import shutil
-import subprocess
-import sys
-import tempfile
+import warnings
 from functools import cache
 from pathlib import Path
 
 from outrider.errors import ConfigError, Error
-from outrider.models.fetch import cache_dir
+from outrider.kernels import build
 
-SOURCES = Path(__file__).parent / "csrc"
-
-FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-w"]
-
-_AVX2 = ["-mavx2", "-mfma", "-mf16c"]
-_AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"]
-
-X86_SETS = {
-    "plain": [],
-    "avx2": _AVX2,
-    "avx512": _AVX512,
-    "avx512bf16": [*_AVX512, "-mavx512bf16"],
-}
-"""Instruction sets the kernels are compiled for, the best one last."""
+INSTALLED = Path(__file__).parent
+"""Where a library that was built when the package was installed lies."""
 
 NEEDS = {
     isa: {flag[2:].replace("512vnni", "512_vnni").replace("512bf16", "512_bf16") for flag in flags}
-    for isa, flags in X86_SETS.items()
+    for isa, flags in build.X86_SETS.items()
 }
 """Names of /proc/cpuinfo that an instruction set needs."""
 
@@ -43,18 +26,30 @@ class NoKernels(Error):
     """The kernels cannot be built or loaded here; the message says why."""
 
 
-class Linear(ctypes.Structure):
-    """outrider.h: Linear."""
+class Panel(ctypes.Structure):
+    """outrider.h: Panel."""
 
     _fields_ = [
         ("weights", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
         ("offsets", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
+        ("outer_scales", ctypes.c_void_p),
+        ("outer_offsets", ctypes.c_void_p),
         ("format", ctypes.c_int32),
+        ("padding", ctypes.c_int32),
+    ]
+
+
+class Linear(ctypes.Structure):
+    """outrider.h: Linear."""
+
+    _fields_ = [
+        ("panels", ctypes.POINTER(Panel)),
+        ("bias", ctypes.c_void_p),
         ("rows", ctypes.c_int32),
         ("cols", ctypes.c_int32),
-        ("group", ctypes.c_int32),
+        ("integer", ctypes.c_int32),
+        ("padding", ctypes.c_int32),
     ]
 
 
@@ -132,11 +127,11 @@ class Batch(ctypes.Structure):
 
 
 class Library:
-    """The functions compiled for one instruction set."""
+    """The functions of ``lib`` that were compiled for one instruction set. Raises AttributeError
+    if one is missing."""
 
-    def __init__(self, path: Path, isa: str) -> None:
+    def __init__(self, lib: ctypes.CDLL, isa: str) -> None:
         self.isa = isa
-        lib = ctypes.CDLL(str(path))
         self.forward = getattr(lib, f"outrider_forward_{isa}")
         self.forward.argtypes = [
             ctypes.POINTER(Model), ctypes.POINTER(Batch), ctypes.c_void_p, ctypes.c_int,
@@ -166,89 +161,71 @@ def available_sets() -> list[str]:
         return ["plain"]
     line = next((line for line in text.splitlines() if line.startswith("flags")), "")
     flags = set(line.split())
-    return [isa for isa in X86_SETS if NEEDS[isa] <= flags]
+    return [isa for isa in build.X86_SETS if NEEDS[isa] <= flags]
 
 
 @cache
 def load_library(isa: str | None = None) -> Library:
-    """The library for ``isa``, by default OUTRIDER_ISA or the best this CPU has. Raises NoKernels,
-    and ConfigError for an OUTRIDER_ISA that this CPU does not have."""
+    """The library for ``isa``, by default OUTRIDER_ISA or the best this CPU has whose numbers are
+    right; warns of one whose numbers are not. Raises NoKernels, and ConfigError for an OUTRIDER_ISA
+    that cannot be had."""
     sets = available_sets()
     wanted = os.environ.get("OUTRIDER_ISA")
     if wanted and wanted not in sets:
         raise ConfigError(f"OUTRIDER_ISA is {wanted!r}, possible here: {', '.join(sets)}")
-    chosen = isa or wanted or sets[-1]
-    if chosen not in sets:
-        raise NoKernels(f"instruction set {chosen!r} is not one of this CPU's: {', '.join(sets)}")
-    path = _built()
-    if isinstance(path, str):
-        raise NoKernels(path)
+    named = isa or wanted
+    if named and named not in sets:
+        raise NoKernels(f"instruction set {named!r} is not one of this CPU's: {', '.join(sets)}")
+    candidates = [named] if named else sets[::-1]
+    wrong = ""
+    for candidate in candidates:
+        if wrong:
+            warnings.warn(f"{wrong}; trying {candidate!r}", RuntimeWarning, stacklevel=2)
+        library = _checked(candidate)
+        if isinstance(library, Library):
+            return library
+        wrong = library
+    if wanted and not isa:
+        raise ConfigError(f"OUTRIDER_ISA is {wanted!r}, but {wrong}; name another one or none")
+    raise NoKernels(wrong)
+
+
+def _checked(isa: str) -> Library | str:
+    """The library for ``isa``, or how its numbers are wrong. Raises NoKernels."""
+    from outrider.kernels import selfcheck  # it packs weights, and packing needs this module
+
+    lib = _built()
+    if isinstance(lib, str):
+        raise NoKernels(lib)
     try:
-        return Library(path, chosen)
-    except OSError as error:
+        library = Library(lib, isa)
+    except AttributeError as error:
         raise NoKernels(f"the kernels cannot be loaded: {error}") from None
+    fault = selfcheck.fault(library)
+    return library if fault is None else f"the kernels for {isa!r} compute wrong numbers: {fault}"
 
 
 @cache
-def _built() -> Path | str:
-    """Path of the shared library, compiled now if it is not in the cache; or why there is none,
-    which is found out only once."""
-    sets = X86_SETS if platform.machine() in ("x86_64", "AMD64") else {"plain": []}
-    digest = hashlib.sha256(repr((FLAGS, sets, platform.platform())).encode())
-    for file in sorted(SOURCES.iterdir()):
-        digest.update(file.read_bytes())
-    folder, name = cache_dir() / "kernels", f"outrider-{digest.hexdigest()[:16]}"
+def _built() -> ctypes.CDLL | str:
+    """The library that was installed, else the one in the cache, compiled now if need be; or why
+    there is none, which is found out only once."""
     try:
-        # The name ends in the size: loading a library that was cut short would kill the process.
-        for path in folder.glob(f"{name}-*.so"):
-            if path.stem == f"{name}-{path.stat().st_size}":
-                return path
-        return _build(folder, name, sets)
-    except NoKernels as error:
-        return str(error)
-    except OSError as error:
+        if path := build.find(INSTALLED, build.portable_name()):
+            try:
+                return ctypes.CDLL(str(path))
+            except OSError as error:
+                # Built on another system, newer than this one perhaps: build for this one.
+                warnings.warn(
+                    f"the installed kernels cannot be loaded ({error}); taking those of the cache",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        path = build.find_or_build(build.cache_folder(), build.local_name())
+    except build.CannotBuild as error:
         return f"the kernels cannot be built: {error}"
-
-
-def _build(folder: Path, name: str, sets: dict[str, list[str]]) -> Path:
-    """Compile the library for ``sets`` into ``folder``. Raises NoKernels and OSError."""
-    compiler = _compiler()
-    print("building the C++ kernels (once, takes up to half a minute)", file=sys.stderr, flush=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        objects = {name: str(Path(temporary) / f"{name}.o") for name in (*sets, "pool")}
-        stack, pool = str(SOURCES / "stack.cpp"), str(SOURCES / "pool.cpp")
-        commands = [
-            [*compiler, *FLAGS, *flags, f"-DISA={name}", "-c", stack, "-o", objects[name]]
-            for name, flags in sets.items()
-        ]
-        _compile([*commands, [*compiler, *FLAGS, "-c", pool, "-o", objects["pool"]]])
-        whole = str(Path(temporary) / "whole.so")
-        _compile([[*compiler, "-shared", "-o", whole, *objects.values(), "-lpthread"]])
-        path = folder / f"{name}-{os.stat(whole).st_size}.so"
-        os.replace(whole, path)
-    return path
-
-
-def _compiler() -> list[str]:
-    """The command of the compiler, from CXX or found. Raises NoKernels."""
-    named = shlex.split(os.environ.get("CXX", ""))
-    if named and shutil.which(named[0]) is None:
-        raise NoKernels(f"CXX is {named[0]!r}, which is not a command; name a C++ compiler")
-    found = named or [name for name in ("g++", "clang++") if shutil.which(name)][:1]
-    if not found:
-        raise NoKernels("no C++ compiler was found (g++ or clang++, or name one in CXX)")
-    return found
-
-
-def _compile(commands: list[list[str]]) -> None:
-    """Run all ``commands`` at once. Raises NoKernels with the first line that one says."""
-    running = [
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        for command in commands
-    ]
-    said = [process.communicate()[1] for process in running]
-    for process, text in zip(running, said, strict=True):
-        if process.returncode:
-            first = (text.strip().splitlines() or [f"exit status {process.returncode}"])[0]
-            raise NoKernels(f"{commands[0][0]} failed: {first}")
+    except OSError as error:
+        return f"the kernels cannot be built in {build.cache_folder()}: {error.strerror or error}"
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        return f"the kernels cannot be loaded: {error}"

@@ -4,11 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from outrider.batch import Row
+
+
+class Attention(Protocol):
+    """How the queries of one forward reach their keys."""
+
+    def __call__(
+        self, query: torch.Tensor, pool: torch.Tensor, window: int | None, scale: float
+    ) -> torch.Tensor:
+        """Attention of a layer with this ``window``; ``[T, H * D]``.
+
+        ``query`` ``[T, H, D]``. ``pool`` ``[2, Hkv, num_slots, D]``: keys and values, in which
+        those of this forward are written already.
+        """
+        ...
+
 
 FOLD_LIMIT = 32
 """Up to this many queries, the query heads that share a key-value head become its queries, so
@@ -53,6 +69,19 @@ def plan_rows(
                 mask = tiled[id(mask)]
             plans[window].append(RowPlan(row=row, mask=mask, causal=causal, fold=fold))
     return plans
+
+
+class RowAttention:
+    """Attention row by row, keys read in place where they lie in one stretch. Arguments as for
+    :func:`plan_rows`."""
+
+    def __init__(self, rows: Seq[Row], windows: Seq[int | None], groups: int) -> None:
+        self._plans = plan_rows(rows, windows, groups)
+
+    def __call__(
+        self, query: torch.Tensor, pool: torch.Tensor, window: int | None, scale: float
+    ) -> torch.Tensor:
+        return attend(query, pool, self._plans[window], scale)
 
 
 def attend(

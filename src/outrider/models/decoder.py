@@ -6,7 +6,7 @@ intermediate size, V vocabulary, S slots of the pool.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import cast
@@ -18,12 +18,15 @@ from torch import nn
 from outrider.batch import ForwardBatch
 from outrider.errors import BadFile
 from outrider.kv import KVCache
-from outrider.models.attention import RowPlan, attend, plan_rows
+from outrider.models.attention import Attention, RowAttention
 from outrider.models.base import Forward, checked_depth
 from outrider.models.config import DecoderConfig
 from outrider.models.rope import RopeTable, rotate_
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
+
+NUM_SPARE = 2
+"""Slots for forwards of a fixed shape: one stays zero and is read, one is written, as padding."""
 
 NUM_NAMED = 5
 """How many tensors an error names."""
@@ -34,7 +37,8 @@ class Layer(nn.Module):
 
     The linears are plain ``nn.Linear`` modules, so that they can be swapped for quantised ones:
     ``qkv`` (rows: queries, keys, values), ``out``, ``gate_up`` (rows: gate, up), ``down``.
-    ``pool`` ``[S, 2 * Hkv, d]`` holds each slot's rotated keys, then its values.
+    ``pool`` ``[S, 2 * Hkv, d]`` holds each slot's rotated keys, then its values; the last
+    NUM_SPARE slots are beyond those that the tables know.
     """
 
     def __init__(
@@ -71,9 +75,9 @@ class Layer(nn.Module):
         self.qk_norm = norm(num_qk, c.head_dim) if c.qk_norm else None
         # zeros, not empty: slots that were never written are read under a mask of -inf.
         self.pool = torch.zeros(
-            num_slots, 2 * c.num_kv_heads, c.head_dim, dtype=dtype, device=device
+            num_slots + NUM_SPARE, 2 * c.num_kv_heads, c.head_dim, dtype=dtype, device=device
         )
-        by_head = self.pool.view(num_slots, 2, c.num_kv_heads, c.head_dim)
+        by_head = self.pool.view(-1, 2, c.num_kv_heads, c.head_dim)
         self.pool_by_head = by_head.permute(1, 2, 0, 3)  # [2, Hkv, S, d], the same memory
 
     def forward(
@@ -81,10 +85,10 @@ class Layer(nn.Module):
         x: torch.Tensor,
         write_slots: torch.Tensor,
         rotation: Rotation | None,
-        plans: Seq[RowPlan],
+        attention: Attention,
     ) -> None:
         """Add this block to ``x`` ``[T, D]``, in place. Writes ``pool`` at ``write_slots``."""
-        attended = self._attention(x, write_slots, rotation, plans)
+        attended = self._attention(x, write_slots, rotation, attention)
         if self.attention_post_norm is not None:
             attended = _rms_norm(attended, self.attention_post_norm, self.eps)
         x.add_(attended)
@@ -98,7 +102,7 @@ class Layer(nn.Module):
         x: torch.Tensor,
         write_slots: torch.Tensor,
         rotation: Rotation | None,
-        plans: Seq[RowPlan],
+        attention: Attention,
     ) -> torch.Tensor:
         h = _rms_norm(x, self.attention_norm, self.eps)
         qkv = self.qkv(h).view(len(x), -1, self.head_dim)  # [T, H + 2 * Hkv, d]
@@ -109,7 +113,9 @@ class Layer(nn.Module):
             rotate_(qk, *rotation)
         self.pool.index_copy_(0, write_slots, qkv[:, self.num_heads :])
         query = qkv[:, : self.num_heads]
-        attended: torch.Tensor = self.out(attend(query, self.pool_by_head, plans, self.scale))
+        attended: torch.Tensor = self.out(
+            attention(query, self.pool_by_head, self.window, self.scale)
+        )
         return attended
 
     def _mlp(self, x: torch.Tensor) -> torch.Tensor:
@@ -181,27 +187,54 @@ class Decoder(nn.Module):
         a token. Writes the pool at ``batch.write_slots``. Logits and hidden states are of the
         model's dtype. Raises ValueError for a layer that does not exist or is not reached.
         """
-        depth = checked_depth(self.num_layers, num_layers, hidden_layers)
+        num_tokens = batch.num_tokens
+        every = len(batch.logit_index) == num_tokens
+        return self.compute(
+            batch.input_ids,
+            batch.positions,
+            batch.write_slots,
+            None if every else batch.logit_index,
+            RowAttention(
+                batch.rows, self.windows, self.config.num_heads // self.config.num_kv_heads
+            ),
+            hidden_layers=hidden_layers,
+            depth=checked_depth(self.num_layers, num_layers, hidden_layers),
+        )
 
-        x = F.embedding(batch.input_ids, self.embedding)
+    @torch.inference_mode()
+    def compute(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        write_slots: torch.Tensor,
+        logit_index: torch.Tensor | None,
+        attention: Attention,
+        *,
+        hidden_layers: Seq[int] = (),
+        depth: int,
+    ) -> Forward:
+        """The forward of packed tokens, whatever reaches their keys.
+
+        ``input_ids`` ``[T]`` integers; ``positions``, ``write_slots``: int64 ``[T]``.
+        ``logit_index``: integers ``[R]``, the tokens whose logits are wanted; None for all. On a
+        device other than the CPU nothing here waits for it, so that it can be recorded.
+        """
+        x = F.embedding(input_ids, self.embedding)
         if self._embed_scale != 1.0:
             x.mul_(self._embed_scale)
-        plans = plan_rows(
-            batch.rows, self.windows, self.config.num_heads // self.config.num_kv_heads
-        )
-        rotations = [table(batch.positions) for table in self._tables]
+        rotations = [table(positions) for table in self._tables]
         states = _States(hidden_layers, x)
         for i, layer in enumerate(self.layers[:depth]):
             states.record(i, x)
             rotation = None if layer.rope is None else rotations[layer.rope]
-            layer(x, batch.write_slots, rotation, plans[layer.window])
+            layer(x, write_slots, rotation, attention)
         states.record(depth, x)
-        return Forward(logits=self._logits(x, batch.logit_index), hidden=states.hidden)
+        return Forward(logits=self._logits(x, logit_index), hidden=states.hidden)
 
-    def _logits(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        if len(index) == 0:
+    def _logits(self, x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+        if index is not None and len(index) == 0:
             return x.new_empty(0, self.vocab_size)
-        if len(index) < len(x):
+        if index is not None:
             x = x.index_select(0, index)
         logits: torch.Tensor = self.head(_rms_norm(x, self.norm, self.config.norm_eps))
         return logits
@@ -214,15 +247,29 @@ class Decoder(nn.Module):
             layer.pool.index_fill_(0, index, 0.0)
 
     @torch.no_grad()
-    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def matrices(self) -> dict[str, torch.Tensor]:
+        """The weights of all linears, ``[out, in]``, by the names of :meth:`load_weights` without
+        prefix; the head comes last, under the name of the embedding where they are tied."""
+        found = {
+            name: target.weight
+            for name, target in _targets(self).items()
+            if name.endswith("_proj.weight")
+        }
+        name = "embed_tokens.weight" if self.config.tied else "lm_head.weight"
+        return found | {name: self.head.weight}
+
+    def load_weights(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], *, without: Set[str] = frozenset()
+    ) -> None:
         """Copy in weights under their Hugging Face names, fused and cast on the way.
 
         The prefixes "model." and "language_model." may be there or not. Rotary ``inv_freq``
-        buffers are ignored, as is the head of a tied model. Raises BadFile for tensors that are
-        missing, unknown, given twice or of the wrong shape.
+        buffers are ignored, as is the head of a tied model. ``without``: names without prefix of
+        tensors that do not come and keep no values. Raises BadFile for tensors that are missing,
+        unknown, given twice or of the wrong shape.
         """
         targets = _targets(self)
-        missing = set(targets)
+        missing = set(targets) - without
         unknown: list[str] = []
         for name, tensor in tensors:
             short = name

@@ -55,12 +55,12 @@ def _values(rows: Bytes, kind: Ggml) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(values, np.float32))
 
 
-def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
+def half(blocks: torch.Tensor, at: int) -> torch.Tensor:
     """The float16 number at byte ``at`` of every block: float32 ``[n, 1]``."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
-def _nibbles(codes: torch.Tensor) -> torch.Tensor:
+def nibbles(codes: torch.Tensor) -> torch.Tensor:
     """uint8 ``[n, b]`` as ``[n, 2 b]``: all low halves, then all high ones."""
     return torch.cat([codes & 15, codes >> 4], dim=1)
 
@@ -73,28 +73,28 @@ def _fifth_bits(blocks: torch.Tensor, at: int) -> torch.Tensor:
 
 
 def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    return (_nibbles(blocks[:, 2:]).float() - 8.0) * _half(blocks, 0)
+    return (nibbles(blocks[:, 2:]).float() - 8.0) * half(blocks, 0)
 
 
 def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
-    return (_nibbles(blocks[:, 4:]).float() * _half(blocks, 0)).add_(_half(blocks, 2))
+    return (nibbles(blocks[:, 4:]).float() * half(blocks, 0)).add_(half(blocks, 2))
 
 
 def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
-    codes = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)
-    return (codes.float() - 16.0) * _half(blocks, 0)
+    codes = nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)
+    return (codes.float() - 16.0) * half(blocks, 0)
 
 
 def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
-    codes = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)
-    return (codes.float() * _half(blocks, 0)).add_(_half(blocks, 2))
+    codes = nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)
+    return (codes.float() * half(blocks, 0)).add_(half(blocks, 2))
 
 
 def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    return blocks[:, 2:].view(torch.int8).float() * _half(blocks, 0)
+    return blocks[:, 2:].view(torch.int8).float() * half(blocks, 0)
 
 
-def _six_bits(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def six_bits(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales and minima of a K block, 6 bits each: uint8 ``[n, 12]`` as two ``[n, 8]``."""
     low, mid, high = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = torch.cat([low & 63, (high & 15) | ((low >> 6) << 4)], dim=1)
@@ -104,16 +104,20 @@ def _six_bits(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _scale_and_shift(blocks: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     """``codes`` uint8 ``[n, 8, 32]`` times scale, minus minimum, of each group of 32."""
-    scales, minima = _six_bits(blocks[:, 4:16])
-    scale = _half(blocks, 0) * scales.float()
-    shift = _half(blocks, 2) * minima.float()
+    scales, minima = six_bits(blocks[:, 4:16])
+    scale = half(blocks, 0) * scales.float()
+    shift = half(blocks, 2) * minima.float()
     return codes.float().mul_(scale[:, :, None]).sub_(shift[:, :, None])
 
 
-def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
+def q4_k_codes(blocks: torch.Tensor) -> torch.Tensor:
+    """uint8 ``[n, 8, 32]``, 0 to 15."""
     packed = blocks[:, 16:].view(-1, 4, 1, 32)
-    codes = torch.cat([packed & 15, packed >> 4], dim=2).view(-1, 8, 32)
-    return _scale_and_shift(blocks, codes)
+    return torch.cat([packed & 15, packed >> 4], dim=2).view(-1, 8, 32)
+
+
+def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
+    return _scale_and_shift(blocks, q4_k_codes(blocks))
 
 
 def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
@@ -124,13 +128,18 @@ def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
     return _scale_and_shift(blocks, codes | (high << 4))
 
 
-def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
+def q6_k_codes(blocks: torch.Tensor) -> torch.Tensor:
+    """uint8 ``[n, 16, 16]``, 0 to 63."""
     low = blocks[:, :128].view(-1, 2, 1, 64)
     low = torch.cat([low & 15, low >> 4], dim=2).view(-1, 2, 4, 32)
     shift = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(1, 1, 4, 1)
     high = (blocks[:, 128:192].view(-1, 2, 1, 32) >> shift) & 3
-    codes = (low | (high << 4)).view(-1, 16, 16).float().sub_(32.0)
-    scale = _half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
+    return (low | (high << 4)).view(-1, 16, 16)
+
+
+def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
+    codes = q6_k_codes(blocks).float().sub_(32.0)
+    scale = half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
     return codes.mul_(scale[:, :, None])
 
 

@@ -88,9 +88,13 @@ class GgufFile:
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """One tensor, unpacked to ``dtype``."""
         entry = self.tensors[name]
+        return dequantize(self.rows(name), entry.kind, dtype).view(entry.shape)
+
+    def rows(self, name: str) -> npt.NDArray[np.uint8]:
+        """One tensor as it lies in the file: uint8 ``[rows, bytes]``, not to be written to."""
+        entry = self.tensors[name]
         rows = math.prod(entry.shape[:-1])
-        packed = self._bytes[entry.start : entry.start + entry.size].reshape(rows, -1)
-        return dequantize(packed, entry.kind, dtype).view(entry.shape)
+        return self._bytes[entry.start : entry.start + entry.size].reshape(rows, -1)
 
 
 class _Reader:

@@ -7,7 +7,7 @@ and key projections of Llama, and the 1 that is added to the weights of Gemma's 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import torch
@@ -243,22 +243,37 @@ def _llama3_rope(file: GgufFile, theta: float) -> dict[str, Any]:
     return parameters
 
 
-def read_weights(file: GgufFile, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def hf_names(file: GgufFile) -> dict[str, str]:
+    """The file's names of all weights, and what transformers calls them."""
+    names = _GEMMA_NAMES if file.architecture == "gemma3" else _NAMES
+    # The divisors of rope are in the configuration.
+    return {name: _hf_name(name, names) for name in file.tensors if name != "rope_freqs.weight"}
+
+
+def read_weights(
+    file: GgufFile, dtype: torch.dtype, *, without: Set[str] = frozenset()
+) -> Iterator[tuple[str, torch.Tensor]]:
     """All weights under their transformers names, one at a time; matrices as ``dtype``, vectors
-    as float32."""
-    gemma = file.architecture == "gemma3"
-    names = _GEMMA_NAMES if gemma else _NAMES
-    for name, entry in file.tensors.items():
-        if name == "rope_freqs.weight":  # it is in the configuration
+    as float32. ``without``: names, less "model.", that are left out."""
+    for name, hf_name in hf_names(file).items():
+        if hf_name.removeprefix("model.") in without:
             continue
-        weight = file.tensor(name, torch.float32 if len(entry.shape) == 1 else dtype)
-        if gemma and name.endswith("norm.weight"):
+        vector = len(file.tensors[name].shape) == 1
+        weight = file.tensor(name, torch.float32 if vector else dtype)
+        if file.architecture == "gemma3" and name.endswith("norm.weight"):
             weight = weight - 1.0
-        if file.architecture == "llama" and (match := re.search(r"\.attn_([qk])\.", name)):
-            key = "head_count" if match[1] == "q" else "head_count_kv"
-            heads = _integer(file, "{arch}.attention.head_count")
-            weight = _in_halves(weight, _integer(file, f"{{arch}}.attention.{key}", heads))
-        yield _hf_name(name, names), weight
+        yield hf_name, in_halves(file, name, weight)
+
+
+def in_halves(file: GgufFile, name: str, weight: torch.Tensor) -> torch.Tensor:
+    """``weight`` ``[out, ...]`` of tensor ``name`` with its rows in the order of transformers: for
+    Llama, files hold the rotated pairs of queries and keys side by side."""
+    match = re.search(r"\.attn_([qk])\.", name)
+    if file.architecture != "llama" or match is None:
+        return weight
+    key = "head_count" if match[1] == "q" else "head_count_kv"
+    heads = _integer(file, "{arch}.attention.head_count")
+    return _in_halves(weight, _integer(file, f"{{arch}}.attention.{key}", heads))
 
 
 def _in_halves(weight: torch.Tensor, heads: int) -> torch.Tensor:

@@ -7,7 +7,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from outrider.models.catalog import CATALOG, find
 from outrider.models.fetch import ModelRow, list_models
 from outrider.models.gguf import GgufFile
 from outrider.models.gguf_hf import read_config, read_tokenizer, read_weights, stated_ends
+from outrider.models.gguf_panels import kept_weights, read_panels
 from outrider.models.resources import (
     QUANTISED,
     kv_slots,
@@ -35,6 +37,7 @@ from outrider.models.resources import (
 __all__ = ["LoadedModel", "ModelRow", "list_models", "load", "locate", "same_vocabulary"]
 
 if TYPE_CHECKING:
+    from outrider.kernels.formats import Panels
     from outrider.models.decoder import Decoder
     from outrider.models.native import NativeDecoder
 
@@ -133,16 +136,11 @@ def load(
     path = locate(name, fetch=fetch, progress=progress)
     source = _Gguf(path) if path.is_file() else _Folder(path)
     try:
-        decoder = _build(source, read_dtype(format), place, num_slots, prefix_cache)
+        model = _build(source, format, place, num_slots, prefix_cache, kernels)
     except (BadFile, UnsupportedModel) as error:
         if str(path) in str(error):
             raise
         raise type(error)(f"{path}: {error}") from None
-    model: Decoder | NativeDecoder = decoder
-    if place.type == "cpu" and (format in QUANTISED or (kernels and format == "bfloat16")):
-        from outrider.models.native import accelerate
-
-        model = accelerate(decoder, format, kernels=kernels)
     tokenizer = source.tokenizer()
     return LoadedModel(
         name=name,
@@ -241,8 +239,14 @@ class _Gguf:
     def config(self) -> PreTrainedConfig:
         return read_config(self._file)
 
-    def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        return read_weights(self._file, dtype)
+    def weights(self, dtype: torch.dtype, without: Set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        return read_weights(self._file, dtype, without=without)
+
+    def kept(self, format: str) -> Set[str]:
+        return kept_weights(self._file, format)
+
+    def stored(self, names: Set[str]) -> dict[str, Panels]:
+        return read_panels(self._file, names)
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         return read_tokenizer(self._file)
@@ -283,7 +287,15 @@ class _Folder:
             ) from None
         return config
 
-    def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    def kept(self, format: str) -> Set[str]:
+        """Names of the weights that ``format`` takes as they are, without "model."."""
+        return frozenset()
+
+    def stored(self, names: Set[str]) -> dict[str, Panels]:
+        """The weights ``names`` in the layout of the kernels."""
+        return {}
+
+    def weights(self, dtype: torch.dtype, without: Set[str]) -> Iterator[tuple[str, torch.Tensor]]:
         for shard in self._shards:
             try:
                 with safe_open(shard, framework="pt") as file:
@@ -364,22 +376,42 @@ def _first_line(error: Exception) -> str:
 
 def _build(
     source: _Gguf | _Folder,
-    dtype: torch.dtype,
+    format: str,
     device: torch.device,
     num_slots: int | None,
     prefix_cache: bool,
-) -> Decoder:
+    kernels: bool,
+) -> Decoder | NativeDecoder:
+    """Read the weights, for the kernels where they can run and else for PyTorch."""
     from outrider.models.config import DecoderConfig
     from outrider.models.decoder import Decoder
+    from outrider.models.native import NativeDecoder, round_weights, why_not
 
-    config = DecoderConfig.from_hf(source.config())
+    config, dtype = DecoderConfig.from_hf(source.config()), read_dtype(format)
     num_slots = kv_slots(num_slots, config, dtype, device)
-    model = Decoder(
-        config, dtype=dtype, device=device, num_slots=num_slots, prefix_cache=prefix_cache
-    )
+    wanted = kernels and device.type == "cpu" and format in (*QUANTISED, "bfloat16")
+    reason = why_not(config) if wanted else None
+    if reason is not None:
+        warnings.warn(
+            f"decoding runs on PyTorch, much slower, without the C++ kernels: {reason}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    native = wanted and reason is None
+    kept = source.kept(format)
     with _one_thread():
-        model.load_weights(source.weights(dtype))
-    return model
+        stored = source.stored(kept) if native else {}
+        decoder = Decoder(
+            config, dtype=dtype, device=device, num_slots=num_slots, prefix_cache=prefix_cache
+        )
+        # An embedding that is the head as well has to be read as both.
+        without = stored.keys() - {"embed_tokens.weight"}
+        decoder.load_weights(source.weights(dtype, without), without=without)
+        if native:
+            return NativeDecoder(decoder, format, stored=stored)
+        if format in QUANTISED:
+            round_weights(decoder, format, keep=kept)
+    return decoder
 
 
 @contextlib.contextmanager

@@ -8,8 +8,9 @@ slots the tokens lie, or on the number of threads, so speculative decoding is bi
 from __future__ import annotations
 
 import ctypes
-import warnings
+from collections.abc import Callable, Container, Mapping
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,20 @@ import torch
 import torch.nn.functional as F
 
 from outrider.batch import ForwardBatch, Row
+from outrider.errors import BadFile
 from outrider.kernels import library
-from outrider.kernels.formats import LANES, Packed, pack, unpack
+from outrider.kernels.formats import (
+    INPUTS,
+    LANES,
+    Packed,
+    Panels,
+    alternate,
+    join,
+    quantise,
+    values_of,
+)
 from outrider.models.base import Forward, checked_depth
+from outrider.models.config import DecoderConfig
 from outrider.models.decoder import Decoder, Layer
 from outrider.models.rope import RopeTable
 
@@ -27,57 +39,56 @@ HEAD_STEP = 64
 """Heads are read in whole groups of inputs of the linear behind them."""
 
 
-def accelerate(decoder: Decoder, format: str, *, kernels: bool = True) -> Decoder | NativeDecoder:
-    """``decoder``, bfloat16 on the CPU, with weights of ``format`` on the kernels.
-
-    Where they cannot run (no compiler, or ``kernels`` is False), the same weights run on PyTorch;
-    a warning says why. Takes over the decoder.
-    """
-    reason = "" if kernels else "they are switched off"
-    if kernels:
-        try:
-            return NativeDecoder(decoder, format)
-        except library.NoKernels as error:
-            reason = str(error)
-            warnings.warn(
-                f"decoding runs on PyTorch, much slower, without the C++ kernels: {reason}",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-    if format != "bfloat16":
-        _round_weights(decoder, format)
-    return decoder
+def why_not(config: DecoderConfig) -> str | None:
+    """Why the kernels cannot run a model of ``config`` here; None if they can."""
+    if config.head_dim % HEAD_STEP:
+        return f"heads of {config.head_dim} numbers; multiples of {HEAD_STEP} are built"
+    try:
+        library.load_library()
+    except library.NoKernels as error:
+        return str(error)
+    return None
 
 
-def _round_weights(decoder: Decoder, format: str) -> None:
-    """Give the linears the values that the kernels' format has, rounded to bfloat16."""
-    linears = [
-        linear
-        for layer in decoder.layers
-        for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)
-    ]
-    head = decoder.head.weight.detach()
-    for linear in linears:
-        weight = linear.weight.detach()
-        weight.copy_(unpack(pack(weight, format))[:, : weight.shape[1]])
-    rounded = unpack(pack(head, format))[:, : head.shape[1]].to(head.dtype)
-    decoder.head.weight = torch.nn.Parameter(rounded, requires_grad=False)
+def round_weights(decoder: Decoder, format: str, *, keep: Container[str] = ()) -> None:
+    """Give the linears of ``decoder``, in place, the values of the kernels' ``format``, rounded to
+    the decoder's dtype: what stands in for the kernels where they cannot run. ``keep``: names as
+    in :meth:`Decoder.matrices` of weights that stay as they are."""
+    matrices = decoder.matrices()
+    head = list(matrices)[-1]
+    for name, weight in matrices.items():
+        if name in keep:
+            continue
+        rounded = values_of(quantise(weight, format))[: len(weight), : weight.shape[1]]
+        if name != head:
+            weight.copy_(rounded)
+            continue
+        # A new tensor: the head may share its weights with the embedding, which is not rounded.
+        rounded = rounded.to(weight.dtype)
+        decoder.head.weight = torch.nn.Parameter(rounded, requires_grad=False)
 
 
 class NativeDecoder:
     """Takes over a bfloat16 ``decoder`` on the CPU; its linears are packed as ``format`` and
-    dropped. ``threads`` 0 takes PyTorch's number at each call."""
+    dropped. ``stored``: ready panels to take instead, by the names of :meth:`Decoder.matrices`.
+    ``threads`` 0 takes PyTorch's number at each call. Raises NoKernels where :func:`why_not` gives
+    a reason."""
 
     windows: tuple[int | None, ...] = ()
     """No masks are needed: the kernels follow the slot table."""
 
     def __init__(
-        self, decoder: Decoder, format: str, *, threads: int = 0, isa: str | None = None
+        self,
+        decoder: Decoder,
+        format: str,
+        *,
+        stored: Mapping[str, Panels] | None = None,
+        threads: int = 0,
+        isa: str | None = None,
     ) -> None:
-        if decoder.config.head_dim % HEAD_STEP:
-            raise library.NoKernels(
-                f"heads of {decoder.config.head_dim} numbers; multiples of {HEAD_STEP} are built"
-            )
+        reason = why_not(decoder.config)
+        if reason is not None:
+            raise library.NoKernels(reason)
         self.config = decoder.config
         self.vocab_size, self.hidden_size = decoder.vocab_size, decoder.hidden_size
         self.context_length, self.num_layers = decoder.context_length, decoder.num_layers
@@ -94,7 +105,7 @@ class NativeDecoder:
         ]
         self._kept: list[Any] = []  # what the structures point to
         self.packed: list[Packed] = []
-        self._model = self._describe(decoder)
+        self._model = self._describe(decoder, stored or {})
 
     def __del__(self) -> None:
         if getattr(self, "_scratch", None):
@@ -102,13 +113,29 @@ class NativeDecoder:
 
     # Building.
 
-    def _describe(self, decoder: Decoder) -> library.Model:
+    def _describe(self, decoder: Decoder, stored: Mapping[str, Panels]) -> library.Model:
         c = self.config
+        matrices = decoder.matrices()
+        head = list(matrices)[-1]
+
+        def panels(name: str) -> Panels:
+            shape = matrices[name].shape
+            if name not in stored:
+                return quantise(matrices[name], self.format)
+            if (stored[name].rows, stored[name].cols) != (
+                shape[0],
+                -(-shape[1] // INPUTS) * INPUTS,
+            ):
+                raise BadFile(f"tensor {name} does not have the shape {tuple(shape)}")
+            return stored[name]
+
         layers = (library.Layer * self.num_layers)()
         for i, layer in enumerate(decoder.layers):
-            layers[i] = self._layer(layer)
+            layers[i] = self._layer(layer, partial(_within, panels, f"layers.{i}."))
+            for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
+                linear.weight = torch.nn.Parameter(linear.weight[:0].clone(), requires_grad=False)
+            matrices = {n: w for n, w in matrices.items() if not n.startswith(f"layers.{i}.")}
         self._kept.append(layers)
-        head = decoder.head.weight
         model = library.Model(
             layers=ctypes.cast(layers, ctypes.POINTER(library.Layer)),
             num_layers=self.num_layers,
@@ -121,22 +148,27 @@ class NativeDecoder:
             eps=c.norm_eps,
             attention_scale=c.attention_scale,
             final_norm=self._vector(decoder.norm),
-            head=self._pack(head, None),
+            head=self._add(join([panels(head)])),
         )
         if not c.tied:
-            decoder.head.weight = torch.nn.Parameter(head[:0], requires_grad=False)
+            empty = decoder.head.weight[:0].clone()
+            decoder.head.weight = torch.nn.Parameter(empty, requires_grad=False)
         return model
 
-    def _layer(self, layer: Layer) -> library.Layer:
-        gate, up = layer.gate_up.weight.chunk(2)
+    def _layer(self, layer: Layer, panels: Callable[[str], Panels]) -> library.Layer:
         bias = layer.gate_up.bias
-        described = library.Layer(
-            qkv=self._pack(layer.qkv.weight, layer.qkv.bias),
-            out=self._pack(layer.out.weight, layer.out.bias),
-            gate_up=self._pack(
-                _alternate(gate, up), None if bias is None else _alternate(*bias.chunk(2))
+        qkv = [panels(f"self_attn.{name}_proj") for name in "qkv"]
+        return library.Layer(
+            qkv=self._add(join(qkv, bias=layer.qkv.bias)),
+            out=self._add(join([panels("self_attn.o_proj")], bias=layer.out.bias)),
+            gate_up=self._add(
+                alternate(
+                    panels("mlp.gate_proj"),
+                    panels("mlp.up_proj"),
+                    bias=None if bias is None else _alternate(*bias.chunk(2)),
+                )
             ),
-            down=self._pack(layer.down.weight, layer.down.bias),
+            down=self._add(join([panels("mlp.down_proj")], bias=layer.down.bias)),
             attention_norm=self._vector(layer.attention_norm),
             mlp_norm=self._vector(layer.mlp_norm),
             attention_post_norm=self._vector(layer.attention_post_norm),
@@ -146,12 +178,8 @@ class NativeDecoder:
             window=layer.window or 0,
             rope=-1 if layer.rope is None else layer.rope,
         )
-        for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
-            linear.weight = torch.nn.Parameter(linear.weight[:0].clone(), requires_grad=False)
-        return described
 
-    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> library.Linear:
-        packed = pack(weight.detach(), self.format, bias=None if bias is None else bias.detach())
+    def _add(self, packed: Packed) -> library.Linear:
         self.packed.append(packed)
         return packed.struct()
 
@@ -229,14 +257,14 @@ class NativeDecoder:
             pool.index_fill_(0, index, 0.0)
 
 
+def _within(panels: Callable[[str], Panels], prefix: str, name: str) -> Panels:
+    return panels(f"{prefix}{name}.weight")
+
+
 def _alternate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Panels of gate and up in turn, each filled up with zeros to 32 rows."""
-    padding = -len(gate) % LANES
-    parts = [
-        torch.cat([part, part.new_zeros(padding, *part.shape[1:])]).view(-1, LANES, *part.shape[1:])
-        for part in (gate, up)
-    ]
-    return torch.stack(parts, 1).flatten(0, 2)
+    """Biases of panels of gate and up in turn, each filled up with zeros to 32."""
+    parts = [F.pad(part, (0, -len(part) % LANES)).view(-1, LANES) for part in (gate, up)]
+    return torch.stack(parts, 1).flatten()
 
 
 def _pointers(values: list[int]) -> Any:

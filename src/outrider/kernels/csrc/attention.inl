@@ -1,360 +1,304 @@
 // Attention of a batch's queries to the slots they see.
 //
-// Keys are taken in the order of their positions, in blocks of 16 whose bounds are multiples of 16,
-// whatever slots they lie in and whatever other queries there are: the result of a query depends
-// on the tokens it sees alone. Queries of one key-value head go through the blocks together, so
-// that each block is widened to float32 once.
+// Keys are taken in the order of their positions, in chunks whose bounds are multiples of kChunk,
+// whatever slots they lie in and whatever other queries there are. A chunk gives each query a
+// state: the largest score, the sum of the weights relative to it, and the sum of the weighted
+// values. The states of a query are folded in the order of its chunks, whoever computed them. So
+// the result of a query depends on the tokens it sees alone.
 #pragma once
 
-static constexpr int kTile = 16;   // queries that share a pass over the keys
-static constexpr int kGroup = 4;   // queries whose sums are held in registers together
-static constexpr int kBlock = 16;  // keys at a time
+#include "chunk.inl"
+
+// Floats of a state: [d] values, the largest score, the sum of the weights, padding.
+static inline size_t state_size(int d) { return d + 16; }
+
+static inline int num_chunks(int keys) { return (keys + kChunk - 1) / kChunk; }
 
 struct Query {
   const Row* row;
-  int m, head;                // token of the batch, query head
-  int prefix, total, begin;   // keys from row->prefix, all keys, first key inside the window
+  int m, head;               // token of the batch, query head
+  int prefix, total, begin;  // keys from row->prefix, all keys, first key inside the window
   const int64_t* extra;
-  const float* vector;        // [d]
-  float* scores;              // by position, from the block of the tile's first key on
+
+  bool sees(int chunk) const { return total > chunk * kChunk && begin < (chunk + 1) * kChunk; }
 };
 
-static inline int64_t slot_of(const Query& query, int position) {
-  return position < query.prefix ? query.row->prefix[position]
-                                 : query.extra[position - query.prefix];
+static inline int window_begin(const Layer& layer, int total) {
+  return layer.window > 0 ? std::max(0, total - layer.window) : 0;
 }
 
-// Widen up to 16 heads, of the keys at positions [from, to), into block [16][d].
-static void widen(const Layer& layer, const Query& query, int from, int to, size_t slot_size,
-                  size_t offset, int d, float* block) {
-  for (int j = from; j < to; ++j) {
-    const uint16_t* head = layer.pool + slot_of(query, j) * slot_size + offset;
-    float* out = block + static_cast<size_t>(j - from) * d;
-#if defined(__AVX512F__)
-    for (int i = 0; i < d; i += 16) {
-      const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(head + i));
-      _mm512_storeu_si512(out + i, _mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-    }
-#else
-    for (int i = 0; i < d; ++i) out[i] = bf16_to_float(head[i]);
-#endif
+// Add a later chunk's state to the state of the chunks before it. Never inlined, so that it is the
+// same instructions wherever it is called.
+__attribute__((noinline)) static void fold(float* state, const float* later, int d) {
+  const bool grows = later[d] > state[d];
+  const float gap = std::min(std::fabs(later[d] - state[d]), 126.0f);  // one may be -inf
+  const float factor = later[d] == state[d] ? 1.0f : power(-gap);
+  const float a = grows ? factor : 1.0f, b = grows ? 1.0f : factor;
+  combine(state, a, later, b, d);
+  state[d] = grows ? later[d] : state[d];
+  state[d + 1] = state[d + 1] * a + later[d + 1] * b;
+}
+
+// Queries of one row and key-value head, and a thread's room to work on them.
+struct Tile {
+  Query queries[kTile];
+  int count = 0, begin = INT32_MAX, total = 0;  // of the keys that any of them sees
+  const uint16_t* pool;                         // of the key-value head
+  size_t slot_size, values;                     // from slot to slot, from a key to its value
+  int d;
+  float *vectors, *scores, *turned, *spare;     // [d / 16][kTile][16], [kTile][kChunk], ...
+  const uint16_t *shared[kChunk], *own[kChunk], *next[kChunk];  // keys; next: of the next chunk
+
+  static size_t room(int d) {
+    return 16 + kTile * d + kTile * kChunk + kBlock * d + kTile * state_size(d);
   }
-}
 
-#if defined(__AVX512F__)
+  Tile(const Model& model, const Layer& layer, int kv, float* memory) : d(model.head_dim) {
+    slot_size = static_cast<size_t>(2) * model.num_kv_heads * d;
+    values = static_cast<size_t>(model.num_kv_heads) * d;
+    pool = layer.pool + static_cast<size_t>(kv) * d;
+    vectors = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory) + 63) & ~uintptr_t{63});
+    scores = vectors + kTile * d;
+    turned = scores + kTile * kChunk;
+    spare = turned + kBlock * d;
+  }
 
-// block [16][d] -> turned [d][16], so that a lane stands for a key.
-static void turn(const float* block, int d, float* turned) {
-  for (int i = 0; i < d; i += 16) {
-    __m512 a[16], b[16];
-    for (int j = 0; j < 16; ++j) a[j] = _mm512_loadu_ps(block + static_cast<size_t>(j) * d + i);
-    for (int j = 0; j < 16; j += 2) {
-      b[j] = _mm512_unpacklo_ps(a[j], a[j + 1]);
-      b[j + 1] = _mm512_unpackhi_ps(a[j], a[j + 1]);
+  void add(const Query& query, const float* vector, float scale) {
+    float* __restrict out = vectors + count * 16;
+    for (int c = 0; c < d; c += 16, out += kTile * 16)
+      for (int k = 0; k < 16; ++k) out[k] = vector[c + k] * scale;
+    begin = std::min(begin, query.begin);
+    total = std::max(total, query.total);
+    queries[count++] = query;
+  }
+
+  // The keys that a query sees at positions [from, to); blocks are filled up with the last.
+  void locate(const Query& query, int from, int to, const uint16_t** keys) const {
+    for (int j = from; j < to; ++j) {
+      const int64_t slot =
+          j < query.prefix ? query.row->prefix[j] : query.extra[j - query.prefix];
+      keys[j - from] = pool + slot * slot_size;
     }
-    for (int j = 0; j < 16; j += 4)
-      for (int k = 0; k < 2; ++k) {
-        const __m512d x = _mm512_castps_pd(b[j + k]), y = _mm512_castps_pd(b[j + 2 + k]);
-        a[j + 2 * k] = _mm512_castpd_ps(_mm512_unpacklo_pd(x, y));
-        a[j + 2 * k + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
-      }
-    // a[4 g + c] holds, in its 128-bit lane l, column 4 l + c of rows 4 g .. 4 g + 3.
-    for (int c = 0; c < 4; ++c) {
-      const __m512 p = _mm512_shuffle_f32x4(a[c], a[4 + c], 0x88);
-      const __m512 q = _mm512_shuffle_f32x4(a[c], a[4 + c], 0xdd);
-      const __m512 r = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0x88);
-      const __m512 t = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0xdd);
-      float* out = turned + static_cast<size_t>(i + c) * 16;
-      _mm512_storeu_ps(out, _mm512_shuffle_f32x4(p, r, 0x88));
-      _mm512_storeu_ps(out + 4 * 16, _mm512_shuffle_f32x4(q, t, 0x88));
-      _mm512_storeu_ps(out + 8 * 16, _mm512_shuffle_f32x4(p, r, 0xdd));
-      _mm512_storeu_ps(out + 12 * 16, _mm512_shuffle_f32x4(q, t, 0xdd));
+    for (int j = to - from; j % kBlock != 0; ++j) keys[j] = keys[j - 1];
+  }
+
+  // Scores of queries [first, stop) with keys at positions [from, to) of a chunk.
+  void score(const uint16_t* const* keys, int from, int to, int first, int stop) {
+    for (int b = from; b < to; b += kBlock, keys += kBlock) {
+      turn(keys, d, turned);
+      const uint16_t* const* then = b + kBlock < to ? keys + kBlock : keys;
+      for (int i = first; i < stop; i += kGroup)
+        kProducts[std::min(kGroup, stop - i) - 1](vectors + i * 16, turned, d,
+                                                  scores + i * kChunk + b % kChunk, keys, then,
+                                                  values);
     }
   }
-}
 
-// scores[i][16] = products of N queries with the 16 keys of turned [d][16]. Four sums for each
-// query, whatever N is: the order of the additions does not depend on it.
-template <int N>
-static inline void products(const float* const* queries, const float* turned, int d, float scale,
-                            float* const* scores) {
-  __m512 acc[N][4];
-  for (int i = 0; i < N; ++i)
-    for (int k = 0; k < 4; ++k) acc[i][k] = _mm512_setzero_ps();
-  for (int c = 0; c < d; c += 4)
-    for (int k = 0; k < 4; ++k) {
-      const __m512 key = _mm512_loadu_ps(turned + static_cast<size_t>(c + k) * 16);
-      for (int i = 0; i < N; ++i)
-        acc[i][k] = _mm512_fmadd_ps(_mm512_set1_ps(queries[i][c + k]), key, acc[i][k]);
-    }
-  for (int i = 0; i < N; ++i) {
-    const __m512 sum = _mm512_add_ps(_mm512_add_ps(acc[i][0], acc[i][1]),
-                                     _mm512_add_ps(acc[i][2], acc[i][3]));
-    _mm512_storeu_ps(scores[i], _mm512_mul_ps(sum, _mm512_set1_ps(scale)));
+  void weigh(const uint16_t* const* keys, int from, int to, int first, int stop,
+             float* const* out) const {
+    for (int i = first; i < stop; i += kGroup)
+      kMix[std::min(kGroup, stop - i) - 1](scores + i * kChunk + from % kChunk, keys, values,
+                                           to - from, d, out + i, next);
   }
-}
 
-// out[i][d] += sum of weights[i][j] * block[j], in the order of j, for N queries.
-template <int N>
-static inline void mix(const float* const* weights, const float* block, int count, int d,
-                       float* const* out) {
-  int c = 0;
-  for (; c + 64 <= d; c += 64) {
-    __m512 acc[N][4];
-    for (int i = 0; i < N; ++i)
-      for (int k = 0; k < 4; ++k) acc[i][k] = _mm512_loadu_ps(out[i] + c + k * 16);
-    for (int j = 0; j < count; ++j) {
-      const float* v = block + static_cast<size_t>(j) * d + c;
-      __m512 value[4];
-      for (int k = 0; k < 4; ++k) value[k] = _mm512_loadu_ps(v + k * 16);
-      for (int i = 0; i < N; ++i) {
-        const __m512 w = _mm512_set1_ps(weights[i][j]);
-        for (int k = 0; k < 4; ++k) acc[i][k] = _mm512_fmadd_ps(value[k], w, acc[i][k]);
-      }
+  // Note the keys of a chunk, to fetch them: exactness does not matter.
+  void expect(int chunk) {
+    const Query& last = queries[count - 1];
+    for (int j = 0; j < kChunk; ++j) {
+      const int position = std::min(chunk * kChunk + j, last.prefix - 1);
+      next[j] = pool + (position < 0 ? 0 : last.row->prefix[position]) * slot_size;
     }
-    for (int i = 0; i < N; ++i)
-      for (int k = 0; k < 4; ++k) _mm512_storeu_ps(out[i] + c + k * 16, acc[i][k]);
   }
-  for (; c < d; c += 16)
-    for (int i = 0; i < N; ++i) {
-      __m512 acc = _mm512_loadu_ps(out[i] + c);
-      for (int j = 0; j < count; ++j)
-        acc = _mm512_fmadd_ps(_mm512_loadu_ps(block + static_cast<size_t>(j) * d + c),
-                              _mm512_set1_ps(weights[i][j]), acc);
-      _mm512_storeu_ps(out[i] + c, acc);
-    }
-}
 
-static inline __m512 exp16(__m512 x) {
-  x = _mm512_max_ps(x, _mm512_set1_ps(-87.33654f));
-  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), 8);
-  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-  r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
-  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
-  p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-  return _mm512_scalef_ps(p, n);
-}
-
-// scores -> exp(scores - largest), in place; returns their sum. -inf gives 0. num is a multiple
-// of 16.
-static float soften(float* scores, int num) {
-  __m512 top = _mm512_set1_ps(-INFINITY);
-  for (int j = 0; j < num; j += 16) top = _mm512_max_ps(top, _mm512_loadu_ps(scores + j));
-  const __m512 largest = _mm512_set1_ps(_mm512_reduce_max_ps(top));
-  __m512 sum = _mm512_setzero_ps();
-  const __m512 none = _mm512_set1_ps(-INFINITY);
-  for (int j = 0; j < num; j += 16) {
-    const __m512 s = _mm512_loadu_ps(scores + j);
-    const __mmask16 seen = _mm512_cmp_ps_mask(s, none, _CMP_NEQ_UQ);
-    const __m512 e = _mm512_maskz_mov_ps(seen, exp16(_mm512_sub_ps(s, largest)));
-    // NaN does not survive the maximum and the clamp: add it back.
-    const __m512 kept = _mm512_maskz_add_ps(seen, e, _mm512_mul_ps(_mm512_sub_ps(s, s),
-                                                                 _mm512_setzero_ps()));
-    _mm512_storeu_ps(scores + j, kept);
-    sum = _mm512_add_ps(sum, kept);
+  // The end of the queries that belong to the token of query i.
+  int token_end(int i) const {
+    int stop = i + 1;
+    while (stop < count && queries[stop].m == queries[i].m) ++stop;
+    return stop;
   }
-  return _mm512_reduce_add_ps(sum);
-}
 
-#else
-
-static void turn(const float* block, int d, float* turned) {
-  for (int j = 0; j < 16; ++j)
-    for (int c = 0; c < d; ++c)
-      turned[static_cast<size_t>(c) * 16 + j] = block[static_cast<size_t>(j) * d + c];
-}
-
-template <int N>
-static inline void products(const float* const* queries, const float* turned, int d, float scale,
-                            float* const* scores) {
-  for (int i = 0; i < N; ++i) {
-    float acc[4][16] = {};
-    for (int c = 0; c < d; c += 4)
-      for (int k = 0; k < 4; ++k)
-        for (int j = 0; j < 16; ++j)
-          acc[k][j] += queries[i][c + k] * turned[static_cast<size_t>(c + k) * 16 + j];
-    for (int j = 0; j < 16; ++j)
-      scores[i][j] = ((acc[0][j] + acc[1][j]) + (acc[2][j] + acc[3][j])) * scale;
-  }
-}
-
-template <int N>
-static inline void mix(const float* const* weights, const float* block, int count, int d,
-                       float* const* out) {
-  for (int i = 0; i < N; ++i)
-    for (int j = 0; j < count; ++j)
-      for (int c = 0; c < d; ++c) out[i][c] += weights[i][j] * block[static_cast<size_t>(j) * d + c];
-}
-
-static float soften(float* scores, int num) {
-  float largest = -INFINITY, lanes[16] = {};
-  for (int j = 0; j < num; ++j) largest = scores[j] > largest ? scores[j] : largest;
-  for (int j = 0; j < num; j += 16)
-    for (int k = 0; k < 16; ++k) {
-      const float e = scores[j + k] == -INFINITY ? 0.0f : fast_exp(scores[j + k] - largest);
-      scores[j + k] = e;
-      lanes[k] += e;
-    }
-  float sum = 0.0f;
-  for (float lane : lanes) sum += lane;
-  return sum;
-}
-
-#endif
-
-// The queries of a tile that see keys of the block at `from`, in groups that go together: all of
-// them where the block's slots are the same for all, else each alone. Each group is of at most
-// kGroup queries; widen_now says when the block has to be read (again), for `widest`, up to stop.
-struct Sharing {
-  Query* tile;
-  int count, from, at = 0;
-  bool shared = true, fresh = true, widen_now = false;
-  Query* widest = nullptr;
-  int stop = 0;
-  Query* members[kGroup];
-
-  Sharing(Query* tile, int count, int from) : tile(tile), count(count), from(from) {
+  // The states of a chunk: out[i] for the queries that see it.
+  void attend(int chunk, float* const* out) {
+    const int base = chunk * kChunk;
+    const int low = std::max(base, begin & ~(kBlock - 1)), high = std::min(base + kChunk, total);
+    int split = high;  // the keys before it lie in the same slots for all
+    const Query* widest = queries;
     for (int i = 0; i < count; ++i) {
-      const Query& q = tile[i];
-      if (q.total > q.prefix && from + kBlock > q.prefix) shared = false;
-      if (sees(q) && (widest == nullptr || q.total > widest->total)) widest = &tile[i];
+      const Query& q = queries[i];
+      if (q.total > widest->total) widest = &q;
+      if (q.total > q.prefix && split > q.prefix) split = std::max(low, q.prefix & ~(kBlock - 1));
     }
-    if (widest != nullptr) stop = std::min(from + kBlock, widest->total);
+    if (low < split) {
+      locate(*widest, low, split, shared);
+      score(shared, low, split, 0, count);
+    }
+    for (int i = 0, stop; i < count; i = stop) {
+      stop = token_end(i);
+      const int to = std::min(high, queries[i].total);
+      if (split >= to) continue;
+      locate(queries[i], split, to, own);
+      score(own, split, to, i, stop);
+    }
+    for (int i = 0; i < count; ++i) soften_one(queries[i], base, low, high, i, out[i]);
+    if (low < split) weigh(shared, low, split, 0, count, out);
+    for (int i = 0, stop; i < count; i = stop) {
+      stop = token_end(i);
+      const int to = std::min(high, queries[i].total);
+      if (split >= to) continue;
+      locate(queries[i], split, to, own);
+      weigh(own, split, to, i, stop, out);
+    }
   }
 
-  bool sees(const Query& q) const { return q.total > from && from + kBlock > q.begin; }
-
-  int next() {
-    int num = 0;
-    for (; at < count && num < (shared ? kGroup : 1); ++at)
-      if (sees(tile[at])) members[num++] = &tile[at];
-    if (num == 0) return 0;
-    widen_now = fresh || !shared;
-    fresh = false;
-    if (!shared) {
-      widest = members[0];
-      stop = std::min(from + kBlock, widest->total);
-    }
-    return num;
+  void soften_one(const Query& q, int base, int low, int high, int i, float* out) {
+    float* p = scores + i * kChunk;
+    const int from = low - base, to = (high - base + kBlock - 1) & ~(kBlock - 1);
+    // A weight of 0 changes no sum.
+    const int first = std::min(to, std::max(from, q.begin - base));
+    const int last = std::max(first, std::min(to, q.total - base));
+    for (int j = from; j < first; ++j) p[j] = -INFINITY;
+    for (int j = last; j < to; ++j) p[j] = -INFINITY;
+    soften(p + from, to - from, out[d], out[d + 1]);
+    std::memset(out, 0, d * sizeof(float));
   }
 };
 
-// Queries of one row and key-value head; outputs [count][d].
-static void attend_tile(const Job& job, const Layer& layer, Query* tile, int count, int t,
-                        float* out) {
-  const Model& model = job.model;
-  const int d = model.head_dim, kv = model.num_kv_heads;
-  const size_t slot_size = static_cast<size_t>(2) * kv * d;
-  const size_t keys = static_cast<size_t>(tile[0].head / (model.num_heads / kv)) * d;
-  const size_t values = keys + static_cast<size_t>(kv) * d;
-  int first = tile[0].begin, last = tile[0].total;
-  for (int i = 1; i < count; ++i) {
-    first = std::min(first, tile[i].begin);
-    last = std::max(last, tile[i].total);
-  }
-  first &= ~(kBlock - 1);
-  const int width = (last - first + kBlock - 1) & ~(kBlock - 1);
-  float* scores = job.s.scores[t].data();
-  float* block = job.s.blocks[t].data();
-  float* turned = block + static_cast<size_t>(kBlock) * d;
-  for (int i = 0; i < count; ++i) tile[i].scores = scores + static_cast<size_t>(i) * width;
+// Work of one thread: queries [first, first + count) of those of a row that share a key-value head,
+// and chunks [chunk, stop).
+struct Unit {
+  const Row* row;
+  int kv, first, count, chunk, stop;
+};
 
-  for (int from = first; from < last; from += kBlock) {
-    Sharing sharing(tile, count, from);
-    while (const int num = sharing.next()) {
-      const float* vectors[kGroup];
-      float* targets[kGroup];
-      for (int i = 0; i < num; ++i) {
-        vectors[i] = sharing.members[i]->vector;
-        targets[i] = sharing.members[i]->scores + (from - first);
-      }
-      if (sharing.widen_now) {
-        widen(layer, *sharing.widest, from, sharing.stop, slot_size, keys, d, block);
-        turn(block, d, turned);
-      }
-      switch (num) {
-        case 1: products<1>(vectors, turned, d, model.attention_scale, targets); break;
-        case 2: products<2>(vectors, turned, d, model.attention_scale, targets); break;
-        case 3: products<3>(vectors, turned, d, model.attention_scale, targets); break;
-        default: products<4>(vectors, turned, d, model.attention_scale, targets); break;
-      }
-    }
-    for (int i = 0; i < count; ++i) {
-      float* p = tile[i].scores + (from - first);
-      for (int k = 0; k < kBlock; ++k)
-        if (from + k < tile[i].begin || from + k >= tile[i].total) p[k] = -INFINITY;
-    }
-  }
-  float inverse[kTile];
-  for (int i = 0; i < count; ++i) {
-    inverse[i] = 1.0f / soften(tile[i].scores, width);
-    for (int k = 0; k < d; ++k) out[static_cast<size_t>(i) * d + k] = 0.0f;
-  }
-  for (int from = first; from < last; from += kBlock) {
-    Sharing sharing(tile, count, from);
-    while (const int num = sharing.next()) {
-      const float* weights[kGroup];
-      float* targets[kGroup];
-      for (int i = 0; i < num; ++i) {
-        weights[i] = sharing.members[i]->scores + (from - first);
-        targets[i] = out + static_cast<size_t>(sharing.members[i] - tile) * d;
-      }
-      if (sharing.widen_now)
-        widen(layer, *sharing.widest, from, sharing.stop, slot_size, values, d, block);
-      // Keys that a query does not see have weight 0; adding 0 changes no sum.
-      const int seen = sharing.stop - from;
-      switch (num) {
-        case 1: mix<1>(weights, block, seen, d, targets); break;
-        case 2: mix<2>(weights, block, seen, d, targets); break;
-        case 3: mix<3>(weights, block, seen, d, targets); break;
-        default: mix<4>(weights, block, seen, d, targets); break;
-      }
-    }
-  }
-  for (int i = 0; i < count; ++i)
-    for (int k = 0; k < d; ++k) out[static_cast<size_t>(i) * d + k] *= inverse[i];
+// A row with many queries is not split by chunks: that would take much memory, and there is enough
+// to split without.
+static bool splits_chunks(const Model& model, const Row& row, int n) {
+  const int queries = (row.stop - row.start) * (model.num_heads / model.num_kv_heads);
+  return (queries + kTile - 1) / kTile * model.num_kv_heads < 4 * n;
 }
 
-// All queries of the batch, split evenly among the threads, by row, key-value head and token.
-static void attention(const Job& job, const Layer& layer, int t, int n) {
+// All work; chunks of the same queries and head follow each other. n: threads.
+template <typename Visit>
+static void each_unit(const Job& job, const Layer& layer, int n, Visit visit) {
   const Model& model = job.model;
-  const int d = model.head_dim, group = model.num_heads / model.num_kv_heads;
-  const Linear& l = layer.out;
-  int from, to, unit = 0, count = 0;
-  span(job.batch.num_tokens * model.num_heads, 1, t, n, from, to);
-  float* buffer = job.s.tiles[t].data();  // [kTile][d]
-  Query tile[kTile];
-  const auto flush = [&] {
-    if (count == 0) return;
-    attend_tile(job, layer, tile, count, t, buffer);
-    for (int i = 0; i < count; ++i) {
-      const int at = tile[i].head * d;
-      prepare(l, job.s.mid, tile[i].m, buffer + static_cast<size_t>(i) * d, at,
-              at / l.group, (at + d) / l.group, at + d);
-    }
-    count = 0;
-  };
+  const int group = model.num_heads / model.num_kv_heads;
   for (int r = 0; r < job.batch.num_rows; ++r) {
     const Row& row = job.batch.rows[r];
     const int queries = (row.stop - row.start) * group;
-    for (int kv = 0; kv < model.num_kv_heads; ++kv) {
-      for (int i = std::max(0, from - unit); i < std::min(queries, to - unit); ++i) {
-        const int m = row.start + i / group, head = kv * group + i % group, q = m - row.start;
-        const int prefix = row.prefix_count[q], total = prefix + row.extra_count[q];
-        tile[count++] = Query{&row, m, head, prefix, total,
-                              layer.window > 0 ? std::max(0, total - layer.window) : 0,
-                              row.extra + static_cast<size_t>(q) * row.extra_stride,
-                              job.s.qkv.data() + static_cast<size_t>(m) * job.qkv_stride + head * d,
-                              nullptr};
-        if (count == kTile) flush();
+    const bool split = splits_chunks(model, row, n);
+    for (int first = 0; first < queries; first += kTile) {
+      const int count = std::min(kTile, queries - first);
+      int begin = INT32_MAX, total = 0;
+      for (int q = first / group; q <= (first + count - 1) / group; ++q) {
+        const int keys = row.prefix_count[q] + row.extra_count[q];
+        begin = std::min(begin, window_begin(layer, keys));
+        total = std::max(total, keys);
       }
-      flush();
-      unit += queries;
+      const int last = num_chunks(total), step = split ? 1 : last;
+      for (int kv = 0; kv < model.num_kv_heads; ++kv)
+        for (int chunk = begin / kChunk; chunk < last; chunk += step) {
+          const int stop = std::min(chunk + step, last);
+          const int64_t keys = std::min(total, stop * kChunk) - chunk * kChunk;
+          // The cost, in units of a key and query; the constants stand for what is done once.
+          visit(Unit{&row, kv, first, count, chunk, stop}, (keys + 8) * (count + 6));
+        }
     }
   }
+}
+
+static void attend(const Job& job, const Layer& layer, const Unit& unit, int t) {
+  const Model& model = job.model;
+  const int d = model.head_dim, heads = model.num_heads, group = heads / model.num_kv_heads;
+  const Row& row = *unit.row;
+  Tile tile(model, layer, unit.kv, job.s.blocks[t].data());
+  for (int i = unit.first; i < unit.first + unit.count; ++i) {
+    const int q = i / group, m = row.start + q, head = unit.kv * group + i % group;
+    const int prefix = row.prefix_count[q], total = prefix + row.extra_count[q];
+    tile.add(Query{&row, m, head, prefix, total, window_begin(layer, total),
+                   row.extra + static_cast<size_t>(q) * row.extra_stride},
+             job.s.qkv.data() + static_cast<size_t>(m) * job.qkv_stride + head * d,
+             model.attention_scale * 1.44269504f);  // the weights are powers of 2
+  }
+  for (int chunk = unit.chunk; chunk < unit.stop; ++chunk) {
+    float *out[kTile], *state[kTile];
+    for (int i = 0; i < tile.count; ++i) {
+      const Query& q = tile.queries[i];
+      const TokenStates& token = job.s.tokens[q.m];
+      out[i] = tile.spare + i * state_size(d);
+      state[i] = nullptr;
+      if (!q.sees(chunk)) continue;
+      const int place = chunk - q.begin / kChunk;  // among the chunks that the query sees
+      state[i] = job.s.states.data() + (token.first + static_cast<size_t>(q.head) * token.stride +
+                                        std::min(place, token.stride - 1)) * state_size(d);
+      if (place < token.stride) out[i] = state[i];
+    }
+    tile.expect(std::min(chunk + 1, unit.stop - 1));
+    tile.attend(chunk, out);
+    for (int i = 0; i < tile.count; ++i)
+      if (state[i] != nullptr && out[i] != state[i]) fold(state[i], out[i], d);
+  }
+}
+
+// Columns that are finished together: whole heads and whole blocks of the linear behind them.
+static inline int finish_step(int d) {
+  int step = d;
+  while (step % kInputs != 0) step += d;
+  return step;
+}
+
+// All queries of the batch. Fills the inputs of layer.out. Has a barrier in the middle.
+static void attention(const Job& job, const Layer& layer, int t, int n) {
+  const Model& model = job.model;
+  const int d = model.head_dim, num = model.num_heads * d;
+  int64_t all = 0, before = 0;
+  each_unit(job, layer, n, [&](const Unit&, int64_t cost) { all += cost; });
+  Unit mine{};
+  each_unit(job, layer, n, [&](const Unit& unit, int64_t cost) {
+    const bool wanted = (before + cost / 2) * n / all == t;
+    before += cost;
+    if (!wanted) return;
+    if (mine.row == unit.row && mine.kv == unit.kv && mine.first == unit.first) {
+      mine.stop = unit.stop;
+      return;
+    }
+    if (mine.row != nullptr) attend(job, layer, mine, t);
+    mine = unit;
+  });
+  if (mine.row != nullptr) attend(job, layer, mine, t);
+  pool_barrier();
+  const Linear& l = layer.out;
+  const int step = finish_step(d), parts = (num + step - 1) / step;
+  float* buffer = job.s.tiles[t].data();  // [step]
+  int from, to;
+  span(job.batch.num_tokens * parts, 1, t, n, from, to);
+  for (int unit = from; unit < to; ++unit) {
+    const int m = unit / parts, at = unit % parts * step, stop = std::min(num, at + step);
+    const TokenStates& token = job.s.tokens[m];
+    const int chunks = num_chunks(token.total) - window_begin(layer, token.total) / kChunk;
+    for (int c = at; c < stop; c += d) {
+      float* state = job.s.states.data() +
+                     (token.first + static_cast<size_t>(c / d) * token.stride) * state_size(d);
+      for (int i = 1; i < std::min(chunks, token.stride); ++i)
+        fold(state, state + i * state_size(d), d);
+      finish(state, d, buffer + (c - at));
+    }
+    const int blocks = stop == num ? l.cols / kInputs : stop / kInputs;  // the last with padding
+    prepare(l, job.s.mid, m, buffer, at, at / kInputs, blocks, num);
+  }
+}
+
+// Say where the states of each token are. Returns how many there are. n: threads.
+static size_t place_states(const Model& model, const Batch& batch, int n, TokenStates* tokens) {
+  size_t first = 0;
+  for (int r = 0; r < batch.num_rows; ++r) {
+    const Row& row = batch.rows[r];
+    const bool split = splits_chunks(model, row, n);
+    for (int q = 0; q < row.stop - row.start; ++q) {
+      const int total = row.prefix_count[q] + row.extra_count[q];
+      TokenStates& token = tokens[row.start + q];
+      token = TokenStates{first, split ? num_chunks(total) : 1, total};
+      first += static_cast<size_t>(token.stride) * model.num_heads;
+    }
+  }
+  return first;
 }

@@ -1,88 +1,27 @@
-// Linears for few rows. A panel is 32 outputs (two vectors of 16 lanes); within a panel:
-//   BF16: [cols / 2][32][2] bfloat16
-//   INT8: [cols / 4][32][4] uint8, the weight + 128
-//   INT4: [cols / 8][32][4] uint8, inputs 0..3 in the low halves, 4..7 in the high ones, weight + 8
-// Integer kinds: inputs are int8 with one scale per row and group; each group's integer sum is
-// exact, then scaled and added in float32. A row's sums do not depend on how many rows there are,
-// nor on the number of threads: that is what makes speculative and plain decoding bit-equal.
+// Linears for few rows. A panel is 32 outputs (two vectors of 16 lanes); within a panel, by format:
+//   BF16:    [cols / 2][32][2] bfloat16
+//   INT8:    [cols / 4][32][4] uint8, the integer + 128; groups of 64 inputs
+//   INT8_32: the same with groups of 32
+//   INT4:    [cols / 8][32][4] uint8, inputs 0..3 in the low halves, 4..7 in the high ones; groups
+//            of 32, always with offsets
+//   INT6:    [cols / 8] times the low four bits as INT4 and 64 bytes with the high two: of byte i,
+//            bits 0-1 belong to lane i / 4 of inputs 0..3, 2-3 to lane 16 + i / 4 of them, 4-7
+//            likewise of inputs 4..7; the integer + 32; groups of 16
 #pragma once
 
-static constexpr int kLanes = 32;
+template <int F>
+struct Stored;  // inputs of a group, bytes of 8 inputs of a panel
+template <> struct Stored<INT8> { static constexpr int kGroup = 64, kBytes = 256; };
+template <> struct Stored<INT8_32> { static constexpr int kGroup = 32, kBytes = 256; };
+template <> struct Stored<INT4> { static constexpr int kGroup = 32, kBytes = 128; };
+template <> struct Stored<INT6> { static constexpr int kGroup = 16, kBytes = 192; };
 
-// Inputs of a linear, prepared once per row: bfloat16, or int8 with scales and integer sums.
-struct Input {
-  std::vector<uint16_t> bf16;    // [M][cols]
-  std::vector<int8_t> q;         // [M][cols]
-  std::vector<float> scale;      // [M][groups]
-  std::vector<int32_t> sum;      // [M][groups]
-  int cols = 0, groups = 0;
-  void size(const Linear& l, int rows) {
-    cols = l.cols;
-    groups = l.cols / l.group;
-    if (l.format == BF16) {
-      bf16.resize(static_cast<size_t>(rows) * cols);
-    } else {
-      q.resize(static_cast<size_t>(rows) * cols);
-      scale.resize(static_cast<size_t>(rows) * groups);
-      sum.resize(static_cast<size_t>(rows) * groups);
-    }
-  }
-};
+static constexpr int kOuter = 256;  // inputs of an outer scale
 
-// Prepare groups [g0, g1) of row m. x holds the columns from first on; columns from num on are
-// padding.
-static void prepare(const Linear& l, Input& in, int m, const float* x, int first, int g0, int g1,
-                    int num) {
-  if (l.format == BF16) {
-    uint16_t* out = in.bf16.data() + static_cast<size_t>(m) * in.cols;
-    const int stop = std::min(num, g1 * l.group);
-    for (int k = g0 * l.group; k < stop; ++k) out[k] = float_to_bf16(x[k - first]);
-    for (int k = std::max(stop, g0 * l.group); k < g1 * l.group; ++k) out[k] = 0;
-    return;
-  }
-  for (int g = g0; g < g1; ++g) {
-    const int k0 = g * l.group, k1 = std::min(num, k0 + l.group);
-    int8_t* q = in.q.data() + static_cast<size_t>(m) * in.cols + k0;
-    float largest = 0.0f, poison = 0.0f;
-    int32_t sum = 0;
-    int k = k0;
-#if defined(__AVX512F__)
-    if (k1 - k0 == l.group) {  // group is a multiple of 16
-      __m512 top = _mm512_setzero_ps(), bad = _mm512_setzero_ps();
-      for (; k < k1; k += 16) {
-        const __m512 v = _mm512_loadu_ps(x + k - first);
-        top = _mm512_max_ps(top, _mm512_abs_ps(v));
-        bad = _mm512_add_ps(bad, _mm512_mul_ps(v, _mm512_setzero_ps()));
-      }
-      largest = _mm512_reduce_max_ps(top);
-      poison = _mm512_reduce_add_ps(bad);  // NaN if any input is NaN or infinite
-      const __m512 inverse = _mm512_set1_ps(largest > 0.0f ? 127.0f / largest : 0.0f);
-      __m512i total = _mm512_setzero_si512();
-      for (k = k0; k < k1; k += 16) {
-        const __m512i v = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + k - first), inverse));
-        total = _mm512_add_epi32(total, v);
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(q + (k - k0)), _mm512_cvtsepi32_epi8(v));
-      }
-      sum = _mm512_reduce_add_epi32(total);
-    }
-#endif
-    if (k < k1 || k0 >= k1) {
-      for (k = k0; k < k1; ++k) {
-        const float size = std::fabs(x[k - first]);
-        largest = size > largest ? size : largest;
-        poison += x[k - first] * 0.0f;
-      }
-      const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
-      for (k = k0; k < k1; ++k) {
-        const int32_t v = static_cast<int32_t>(std::nearbyint(x[k - first] * inverse));
-        q[k - k0] = static_cast<int8_t>(v);
-        sum += v;
-      }
-      for (k = std::max(k0, k1); k < k0 + l.group; ++k) q[k - k0] = 0;
-    }
-    in.scale[static_cast<size_t>(m) * in.groups + g] = largest / 127.0f + poison;
-    in.sum[static_cast<size_t>(m) * in.groups + g] = sum;
-  }
+// What an integer sum of group g of a block starts from.
+template <int F>
+static inline int32_t start_of(const Block& block, int g) {
+  return F == INT8 ? block.off8_64 : F == INT8_32 ? block.off8_32[g] : F == INT6 ? block.off6_16[g] : 0;
 }
 
 #if defined(__AVX512VNNI__)
@@ -91,106 +30,133 @@ static inline __m512 load_half(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 
+// Scales or offsets of a group, for both vectors of lanes; outer, if any, is that of the inputs.
+static inline void load_scales(const void* scales, const __m512* outer, size_t group, __m512* out) {
+  for (int half = 0; half < 2; ++half) {
+    const size_t at = group * kLanes + 16 * half;
+    if (outer) {
+      const auto* bytes = reinterpret_cast<const __m128i*>(static_cast<const int8_t*>(scales) + at);
+      out[half] = _mm512_mul_ps(
+          _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(bytes))), outer[half]);
+    } else {
+      out[half] = load_half(static_cast<const uint16_t*>(scales) + at);
+    }
+  }
+}
+
+// The integers of 8 inputs: of inputs 0..3 for both vectors of lanes, then of inputs 4..7.
+template <int F>
+static inline void load_integers(const uint8_t* w, __m512i* out) {
+  out[0] = _mm512_loadu_si512(w);
+  out[1] = _mm512_loadu_si512(w + 64);
+  if (F == INT8 || F == INT8_32) {
+    out[2] = _mm512_loadu_si512(w + 128);
+    out[3] = _mm512_loadu_si512(w + 192);
+    return;
+  }
+  const __m512i low = _mm512_set1_epi8(0x0f);
+  out[2] = _mm512_and_si512(_mm512_srli_epi16(out[0], 4), low);
+  out[3] = _mm512_and_si512(_mm512_srli_epi16(out[1], 4), low);
+  out[0] = _mm512_and_si512(out[0], low);
+  out[1] = _mm512_and_si512(out[1], low);
+  if (F == INT6) {
+    const __m512i high = _mm512_loadu_si512(w + 128), two = _mm512_set1_epi8(0x30);
+    // Where `two` has a bit take that of `high`, elsewhere that of `out`.
+    out[0] = _mm512_ternarylogic_epi32(two, _mm512_slli_epi16(high, 4), out[0], 0xca);
+    out[1] = _mm512_ternarylogic_epi32(two, _mm512_slli_epi16(high, 2), out[1], 0xca);
+    out[2] = _mm512_ternarylogic_epi32(two, high, out[2], 0xca);
+    out[3] = _mm512_ternarylogic_epi32(two, _mm512_srli_epi16(high, 2), out[3], 0xca);
+  }
+}
+
 // Far enough ahead that memory answers in time, counted in bytes of the weights.
 static constexpr int kAhead = 4096;
 
-template <int M, bool kInt4>
-static void panel_int(const Linear& l, const Input& in, int m0, int panel, float* y, int stride) {
-  const int groups = in.groups, group = l.group;
-  const size_t panel_bytes = static_cast<size_t>(l.cols) * kLanes / (kInt4 ? 2 : 1);
-  const uint8_t* w = l.weights + panel * panel_bytes;
-  const uint16_t* scales = l.scales + static_cast<size_t>(panel) * groups * kLanes;
-  const uint16_t* offsets =
-      l.offsets ? l.offsets + static_cast<size_t>(panel) * groups * kLanes : nullptr;
-  const __m512i low_half = _mm512_set1_epi8(0x0f);
+template <int M, int F>
+static void panel_int(const Panel& p, const float* bias, const Input& in, int m0, float* y,
+                      int stride) {
+  constexpr int kGroup = Stored<F>::kGroup, kBytes = Stored<F>::kBytes;
+  const uint8_t* w = p.weights;
   __m512 total[M][2];
-  for (int m = 0; m < M; ++m) {
-    total[m][0] = l.bias ? _mm512_loadu_ps(l.bias + panel * kLanes) : _mm512_setzero_ps();
-    total[m][1] = l.bias ? _mm512_loadu_ps(l.bias + panel * kLanes + 16) : _mm512_setzero_ps();
-  }
+  for (int m = 0; m < M; ++m)
+    for (int half = 0; half < 2; ++half)
+      total[m][half] = bias ? _mm512_loadu_ps(bias + 16 * half) : _mm512_setzero_ps();
   const int8_t* x[M];
-  for (int m = 0; m < M; ++m) x[m] = in.q.data() + static_cast<size_t>(m0 + m) * in.cols;
-  for (int g = 0; g < groups; ++g) {
-    __m512i acc[M][2];
-    for (int m = 0; m < M; ++m) {
-      const int32_t sum = in.sum[static_cast<size_t>(m0 + m) * groups + g];
-      acc[m][0] = acc[m][1] = _mm512_set1_epi32(-(kInt4 ? 8 : 128) * sum);
-    }
-    const int k0 = g * group, k1 = k0 + group;
-    if (kInt4) {
-      for (int k = k0; k < k1; k += 8, w += 128) {
-        _mm_prefetch(reinterpret_cast<const char*>(w + kAhead), _MM_HINT_T0);
-        _mm_prefetch(reinterpret_cast<const char*>(w + kAhead + 64), _MM_HINT_T0);
-        const __m512i a = _mm512_loadu_si512(w), b = _mm512_loadu_si512(w + 64);
-        const __m512i a0 = _mm512_and_si512(a, low_half), b0 = _mm512_and_si512(b, low_half);
-        const __m512i a1 = _mm512_and_si512(_mm512_srli_epi16(a, 4), low_half);
-        const __m512i b1 = _mm512_and_si512(_mm512_srli_epi16(b, 4), low_half);
+  const Block* blocks[M];
+  for (int m = 0; m < M; ++m) {
+    x[m] = in.q.data() + static_cast<size_t>(m0 + m) * in.cols;
+    blocks[m] = in.blocks.data() + static_cast<size_t>(m0 + m) * in.num_blocks;
+  }
+  __m512 outer_scales[2], outer_offsets[2];
+  for (int b = 0; b < in.num_blocks; ++b) {
+    if (p.outer_scales && b % (kOuter / kInputs) == 0)
+      for (int half = 0; half < 2; ++half) {
+        const size_t at = static_cast<size_t>(b / (kOuter / kInputs)) * kLanes + 16 * half;
+        outer_scales[half] = load_half(p.outer_scales + at);
+        if (F == INT4) outer_offsets[half] = load_half(p.outer_offsets + at);
+      }
+    __m512 part[M][2];
+#pragma GCC unroll 4
+    for (int g = 0; g < kInputs / kGroup; ++g) {
+      __m512i acc[M][2];
+      for (int m = 0; m < M; ++m)
+        acc[m][0] = acc[m][1] = _mm512_set1_epi32(start_of<F>(blocks[m][b], g));
+      for (int k = b * kInputs + g * kGroup; k < b * kInputs + (g + 1) * kGroup; k += 8) {
+        for (int i = 0; i < kBytes; i += 64)
+          _mm_prefetch(reinterpret_cast<const char*>(w + kAhead + i), _MM_HINT_T0);
+        __m512i weights[4];
+        load_integers<F>(w, weights);
+        w += kBytes;
 #pragma GCC unroll 8
         for (int m = 0; m < M; ++m) {
           int32_t first, second;
           std::memcpy(&first, x[m] + k, 4);
           std::memcpy(&second, x[m] + k + 4, 4);
           const __m512i x0 = _mm512_set1_epi32(first), x1 = _mm512_set1_epi32(second);
-          acc[m][0] = _mm512_dpbusd_epi32(acc[m][0], a0, x0);
-          acc[m][1] = _mm512_dpbusd_epi32(acc[m][1], b0, x0);
-          acc[m][0] = _mm512_dpbusd_epi32(acc[m][0], a1, x1);
-          acc[m][1] = _mm512_dpbusd_epi32(acc[m][1], b1, x1);
+          acc[m][0] = _mm512_dpbusd_epi32(acc[m][0], weights[0], x0);
+          acc[m][1] = _mm512_dpbusd_epi32(acc[m][1], weights[1], x0);
+          acc[m][0] = _mm512_dpbusd_epi32(acc[m][0], weights[2], x1);
+          acc[m][1] = _mm512_dpbusd_epi32(acc[m][1], weights[3], x1);
         }
       }
-    } else {
-      for (int k = k0; k < k1; k += 4, w += 128) {
-        _mm_prefetch(reinterpret_cast<const char*>(w + kAhead), _MM_HINT_T0);
-        _mm_prefetch(reinterpret_cast<const char*>(w + kAhead + 64), _MM_HINT_T0);
-        const __m512i a = _mm512_loadu_si512(w), b = _mm512_loadu_si512(w + 64);
+      const size_t group = static_cast<size_t>(b) * (kInputs / kGroup) + g;
+      __m512 scale[2], offset[2];
+      load_scales(p.scales, p.outer_scales ? outer_scales : nullptr, group, scale);
+      if (F == INT4) load_scales(p.offsets, p.outer_scales ? outer_offsets : nullptr, group, offset);
 #pragma GCC unroll 8
-        for (int m = 0; m < M; ++m) {
-          int32_t four;
-          std::memcpy(&four, x[m] + k, 4);
-          const __m512i x0 = _mm512_set1_epi32(four);
-          acc[m][0] = _mm512_dpbusd_epi32(acc[m][0], a, x0);
-          acc[m][1] = _mm512_dpbusd_epi32(acc[m][1], b, x0);
+      for (int m = 0; m < M; ++m)
+        for (int half = 0; half < 2; ++half) {
+          const __m512 sum = _mm512_cvtepi32_ps(acc[m][half]);
+          part[m][half] = g == 0 ? _mm512_mul_ps(sum, scale[half])
+                                 : _mm512_fmadd_ps(sum, scale[half], part[m][half]);
+          if (F == INT4)
+            part[m][half] = _mm512_fmadd_ps(offset[half], _mm512_set1_ps(blocks[m][b].sum_32[g]),
+                                            part[m][half]);
         }
-      }
-    }
-    const __m512 s0 = load_half(scales + g * kLanes), s1 = load_half(scales + g * kLanes + 16);
-    __m512 o0 = _mm512_setzero_ps(), o1 = _mm512_setzero_ps();
-    if (offsets) {
-      o0 = load_half(offsets + g * kLanes);
-      o1 = load_half(offsets + g * kLanes + 16);
     }
 #pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) {
-      const float xs = in.scale[static_cast<size_t>(m0 + m) * groups + g];
-      const __m512 scale = _mm512_set1_ps(xs);
-      total[m][0] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[m][0]), _mm512_mul_ps(s0, scale),
-                                    total[m][0]);
-      total[m][1] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[m][1]), _mm512_mul_ps(s1, scale),
-                                    total[m][1]);
-      if (offsets) {
-        const float sum = static_cast<float>(in.sum[static_cast<size_t>(m0 + m) * groups + g]);
-        const __m512 weight = _mm512_set1_ps(xs * sum);
-        total[m][0] = _mm512_fmadd_ps(o0, weight, total[m][0]);
-        total[m][1] = _mm512_fmadd_ps(o1, weight, total[m][1]);
-      }
-    }
+    for (int m = 0; m < M; ++m)
+      for (int half = 0; half < 2; ++half)
+        total[m][half] =
+            _mm512_fmadd_ps(part[m][half], _mm512_set1_ps(blocks[m][b].scale), total[m][half]);
   }
-  for (int m = 0; m < M; ++m) {
-    _mm512_storeu_ps(y + static_cast<size_t>(m) * stride, total[m][0]);
-    _mm512_storeu_ps(y + static_cast<size_t>(m) * stride + 16, total[m][1]);
-  }
+  for (int m = 0; m < M; ++m)
+    for (int half = 0; half < 2; ++half)
+      _mm512_storeu_ps(y + static_cast<size_t>(m) * stride + 16 * half, total[m][half]);
 }
 
 template <int M>
-static void panel_bf16(const Linear& l, const Input& in, int m0, int panel, float* y, int stride) {
-  const uint8_t* w = l.weights + static_cast<size_t>(panel) * l.cols * kLanes * 2;
+static void panel_bf16(const Panel& p, const float* bias, const Input& in, int m0, float* y,
+                       int stride) {
+  const uint8_t* w = p.weights;
   __m512 acc[M][2];
   for (int m = 0; m < M; ++m) {
-    acc[m][0] = l.bias ? _mm512_loadu_ps(l.bias + panel * kLanes) : _mm512_setzero_ps();
-    acc[m][1] = l.bias ? _mm512_loadu_ps(l.bias + panel * kLanes + 16) : _mm512_setzero_ps();
+    acc[m][0] = bias ? _mm512_loadu_ps(bias) : _mm512_setzero_ps();
+    acc[m][1] = bias ? _mm512_loadu_ps(bias + 16) : _mm512_setzero_ps();
   }
   const uint16_t* x[M];
   for (int m = 0; m < M; ++m) x[m] = in.bf16.data() + static_cast<size_t>(m0 + m) * in.cols;
-  for (int k = 0; k < l.cols; k += 2, w += 128) {
+  for (int k = 0; k < in.cols; k += 2, w += 128) {
     _mm_prefetch(reinterpret_cast<const char*>(w + kAhead), _MM_HINT_T0);
     _mm_prefetch(reinterpret_cast<const char*>(w + kAhead + 64), _MM_HINT_T0);
     const __m512i a = _mm512_loadu_si512(w), b = _mm512_loadu_si512(w + 64);
@@ -225,48 +191,76 @@ static void panel_bf16(const Linear& l, const Input& in, int m0, int panel, floa
 
 #else  // plain C++; the order of the additions is the same
 
-template <int M, bool kInt4>
-static void panel_int(const Linear& l, const Input& in, int m0, int panel, float* y, int stride) {
-  const int groups = in.groups;
-  const size_t panel_bytes = static_cast<size_t>(l.cols) * kLanes / (kInt4 ? 2 : 1);
-  for (int m = 0; m < M; ++m) {
-    const uint8_t* w = l.weights + panel * panel_bytes;
-    const int8_t* x = in.q.data() + static_cast<size_t>(m0 + m) * in.cols;
-    float* out = y + static_cast<size_t>(m) * stride;
-    for (int n = 0; n < kLanes; ++n) out[n] = l.bias ? l.bias[panel * kLanes + n] : 0.0f;
-    for (int g = 0; g < groups; ++g) {
-      const int32_t sum = in.sum[static_cast<size_t>(m0 + m) * groups + g];
-      const float scale = in.scale[static_cast<size_t>(m0 + m) * groups + g];
-      int32_t acc[kLanes];
-      for (int n = 0; n < kLanes; ++n) acc[n] = -(kInt4 ? 8 : 128) * sum;
-      for (int k = g * l.group; k < (g + 1) * l.group; k += kInt4 ? 8 : 4, w += 128)
-        for (int n = 0; n < kLanes; ++n)
-          for (int j = 0; j < 4; ++j) {
-            const int byte = w[n * 4 + j];
-            if (kInt4)
-              acc[n] += (byte & 15) * x[k + j] + (byte >> 4) * x[k + 4 + j];
-            else
-              acc[n] += byte * x[k + j];
-          }
-      const size_t at = (static_cast<size_t>(panel) * groups + g) * kLanes;
-      for (int n = 0; n < kLanes; ++n) {
-        out[n] = std::fma(static_cast<float>(acc[n]), half_to_float(l.scales[at + n]) * scale, out[n]);
-        if (l.offsets)
-          out[n] = std::fma(half_to_float(l.offsets[at + n]), scale * static_cast<float>(sum), out[n]);
+static inline float scale_at(const void* scales, const uint16_t* outer, int group, int k, int n) {
+  const size_t at = static_cast<size_t>(group) * kLanes + n;
+  if (!outer) return half_to_float(static_cast<const uint16_t*>(scales)[at]);
+  return static_cast<float>(static_cast<const int8_t*>(scales)[at]) *
+         half_to_float(outer[static_cast<size_t>(k / kOuter) * kLanes + n]);
+}
+
+// sums[n] += products of 8 inputs.
+template <int F>
+static inline void add_products(const uint8_t* w, const int8_t* x, int32_t* sums) {
+  for (int n = 0; n < kLanes; ++n)
+    for (int j = 0; j < 4; ++j) {
+      const int at = n * 4 + j;
+      int first, second;
+      if (F == INT8 || F == INT8_32) {
+        first = w[at];
+        second = w[128 + at];
+      } else {
+        first = w[at] & 15;
+        second = w[at] >> 4;
       }
+      if (F == INT6) {
+        const int high = w[128 + at % 64] >> (at / 64 * 2);
+        first |= (high & 3) << 4;
+        second |= (high >> 4 & 3) << 4;
+      }
+      sums[n] += first * x[j] + second * x[4 + j];
+    }
+}
+
+template <int M, int F>
+static void panel_int(const Panel& p, const float* bias, const Input& in, int m0, float* y,
+                      int stride) {
+  constexpr int kGroup = Stored<F>::kGroup;
+  for (int m = 0; m < M; ++m) {
+    const uint8_t* w = p.weights;
+    const int8_t* x = in.q.data() + static_cast<size_t>(m0 + m) * in.cols;
+    const Block* blocks = in.blocks.data() + static_cast<size_t>(m0 + m) * in.num_blocks;
+    float* out = y + static_cast<size_t>(m) * stride;
+    for (int n = 0; n < kLanes; ++n) out[n] = bias ? bias[n] : 0.0f;
+    for (int b = 0; b < in.num_blocks; ++b) {
+      float part[kLanes] = {};
+      for (int g = 0; g < kInputs / kGroup; ++g) {
+        int32_t sums[kLanes];
+        for (int n = 0; n < kLanes; ++n) sums[n] = start_of<F>(blocks[b], g);
+        const int from = b * kInputs + g * kGroup;
+        for (int k = from; k < from + kGroup; k += 8, w += Stored<F>::kBytes)
+          add_products<F>(w, x + k, sums);
+        for (int n = 0; n < kLanes; ++n) {
+          const float scale = scale_at(p.scales, p.outer_scales, from / kGroup, from, n);
+          part[n] = std::fma(static_cast<float>(sums[n]), scale, part[n]);
+          if (F == INT4)
+            part[n] = std::fma(scale_at(p.offsets, p.outer_offsets, from / kGroup, from, n),
+                               blocks[b].sum_32[g], part[n]);
+        }
+      }
+      for (int n = 0; n < kLanes; ++n) out[n] = std::fma(part[n], blocks[b].scale, out[n]);
     }
   }
 }
 
 template <int M>
-static void panel_bf16(const Linear& l, const Input& in, int m0, int panel, float* y, int stride) {
+static void panel_bf16(const Panel& p, const float* bias, const Input& in, int m0, float* y,
+                       int stride) {
   for (int m = 0; m < M; ++m) {
-    const uint16_t* w = reinterpret_cast<const uint16_t*>(l.weights) +
-                        static_cast<size_t>(panel) * l.cols * kLanes;
+    const uint16_t* w = reinterpret_cast<const uint16_t*>(p.weights);
     const uint16_t* x = in.bf16.data() + static_cast<size_t>(m0 + m) * in.cols;
     float* out = y + static_cast<size_t>(m) * stride;
-    for (int n = 0; n < kLanes; ++n) out[n] = l.bias ? l.bias[panel * kLanes + n] : 0.0f;
-    for (int k = 0; k < l.cols; k += 2, w += 64) {
+    for (int n = 0; n < kLanes; ++n) out[n] = bias ? bias[n] : 0.0f;
+    for (int k = 0; k < in.cols; k += 2, w += 64) {
       const float x0 = bf16_to_float(x[k]), x1 = bf16_to_float(x[k + 1]);
       for (int n = 0; n < kLanes; ++n)
         out[n] += bf16_to_float(w[n * 2]) * x0 + bf16_to_float(w[n * 2 + 1]) * x1;
@@ -278,12 +272,15 @@ static void panel_bf16(const Linear& l, const Input& in, int m0, int panel, floa
 
 template <int M>
 static void panel_rows(const Linear& l, const Input& in, int m0, int panel, float* y, int stride) {
-  if (l.format == BF16)
-    panel_bf16<M>(l, in, m0, panel, y, stride);
-  else if (l.format == INT8)
-    panel_int<M, false>(l, in, m0, panel, y, stride);
-  else
-    panel_int<M, true>(l, in, m0, panel, y, stride);
+  const Panel& p = l.panels[panel];
+  const float* bias = l.bias ? l.bias + panel * kLanes : nullptr;
+  switch (p.format) {
+    case BF16: panel_bf16<M>(p, bias, in, m0, y, stride); break;
+    case INT8: panel_int<M, INT8>(p, bias, in, m0, y, stride); break;
+    case INT8_32: panel_int<M, INT8_32>(p, bias, in, m0, y, stride); break;
+    case INT4: panel_int<M, INT4>(p, bias, in, m0, y, stride); break;
+    default: panel_int<M, INT6>(p, bias, in, m0, y, stride); break;
+  }
 }
 
 // y[m][panel * 32 ...] for rows [0, rows): y has a row stride and room for whole panels.

@@ -5,19 +5,30 @@
 
 extern "C" {
 
-// How the weights of a linear are stored. See linear.inl for the layouts.
-enum Format : int32_t { BF16 = 0, INT8 = 1, INT4 = 2 };
+// How the weights of a panel are stored. See linear.inl for the layouts.
+enum Format : int32_t { BF16 = 0, INT8 = 1, INT8_32 = 2, INT4 = 3, INT6 = 4 };
 
-// y[T, rows] = x[T, cols] W^T + bias. Weights lie in panels of 32 rows.
-struct Linear {
+// 32 outputs of a linear. A weight is scale * (stored integer - zero) + offset, with a scale and an
+// offset for each output and group of inputs. Scales and offsets are float16 [groups][32], or, where
+// there are outer ones, int8 [groups][32] to be multiplied by the outer float16 [cols / 256][32].
+struct Panel {
   const uint8_t* weights;
-  const uint16_t* scales;   // float16 [panels][groups][32]; null for BF16
-  const uint16_t* offsets;  // float16, as scales, added to a weight; null for none
-  const float* bias;        // [panels * 32] or null
+  const void* scales;             // null for BF16
+  const void* offsets;            // null for none
+  const uint16_t* outer_scales;   // null for none
+  const uint16_t* outer_offsets;  // null for none
   int32_t format;
-  int32_t rows;   // outputs, without the padding of the last panel
-  int32_t cols;   // inputs, padded to a multiple of group
-  int32_t group;  // inputs that share a scale
+  int32_t padding;
+};
+
+// y[T, rows] = x[T, cols] W^T + bias. The panels are either all BF16 or all of integers.
+struct Linear {
+  const Panel* panels;
+  const float* bias;  // [panels * 32] or null
+  int32_t rows;       // outputs, without the padding of the last panel
+  int32_t cols;       // inputs, padded to a multiple of 64
+  int32_t integer;
+  int32_t padding;
 };
 
 struct Layer {

@@ -14,6 +14,7 @@
 
 namespace {
 #include "vec.inl"
+#include "input.inl"
 #include "linear.inl"
 #include "stack.inl"
 }  // namespace
@@ -54,7 +55,7 @@ static void run_linear(void* context, int t, int n) {
   const Linear& l = *job.l;
   int from, to;
   for (int m = t; m < job.rows; m += n)
-    prepare(l, job.in, m, job.x + static_cast<size_t>(m) * job.num, 0, 0, l.cols / l.group, job.num);
+    prepare(l, job.in, m, job.x + static_cast<size_t>(m) * job.num, 0, 0, l.cols / kInputs, job.num);
   pool_barrier();
   span(num_panels(l), 1, t, n, from, to);
   for (int p = from; p < to; ++p)

@@ -2,13 +2,21 @@
 // what one thread computes never depends on how the work was split.
 #pragma once
 
+// Where the states of a token's attention are: [heads][stride] of them from first on.
+struct TokenStates {
+  size_t first;
+  int stride, total;  // total: keys without a window
+};
+
 // Buffers of one model, kept between calls. size_scratch makes them large enough before the threads
 // start: a thread that ran out of memory would leave the others at a barrier.
 struct Scratch {
   Input input, mid, down_input, head_input;
   std::vector<float> qkv, tile_out;
   std::vector<std::vector<float>> tiles, scores;  // of each thread
-  std::vector<std::vector<float>> blocks;         // of each thread: 16 keys or values in float32
+  std::vector<std::vector<float>> blocks;         // of each thread: the room of a Tile
+  std::vector<float> states;                      // of attention, and where those of a token are
+  std::vector<TokenStates> tokens;
 };
 
 struct Job {
@@ -36,23 +44,23 @@ static float inverse_rms(const float* x, int num, float eps) {
   return 1.0f / std::sqrt(sum / static_cast<float>(num) + eps);
 }
 
-// Normalise the rows of x and prepare them for l. Rows are split among threads, or the groups of
+// Normalise the rows of x and prepare them for l. Rows are split among threads, or the blocks of
 // the rows where there are fewer rows than threads. buffer is [D], the thread's own.
 static void norm_prepare(const Job& job, const Linear& l, Input& in, const float* x,
                          const int64_t* index, int rows, const float* weight, int t, int n,
                          float* buffer) {
-  const int hidden = job.model.hidden, groups = l.cols / l.group;
+  const int hidden = job.model.hidden, blocks = l.cols / kInputs;
   for (int m = 0; m < rows; ++m) {
-    int g0 = 0, g1 = groups;
+    int b0 = 0, b1 = blocks;
     if (rows < n)
-      span(groups, 1, t, n, g0, g1);
+      span(blocks, 1, t, n, b0, b1);
     else if (m % n != t)
       continue;
     const float* row = x + static_cast<size_t>(index ? index[m] : m) * hidden;
     const float r = inverse_rms(row, hidden, job.model.eps);
-    const int k0 = std::min(hidden, g0 * l.group), k1 = std::min(hidden, g1 * l.group);
+    const int k0 = std::min(hidden, b0 * kInputs), k1 = std::min(hidden, b1 * kInputs);
     for (int k = k0; k < k1; ++k) buffer[k] = row[k] * r * weight[k];
-    prepare(l, in, m, buffer, 0, g0, g1, hidden);
+    prepare(l, in, m, buffer, 0, b0, b1, hidden);
   }
 }
 
@@ -119,12 +127,12 @@ static void rotate_and_store(const Job& job, const Layer& layer, int t, int n) {
 #include "attention.inl"
 
 // Panels of gate and up between two preparations of the inputs of down.
-static inline int gate_up_step(const Linear& down) { return std::max(1, down.group / kLanes); }
+static constexpr int kGateUpStep = kInputs / kLanes;
 
 static void gate_up(const Job& job, const Layer& layer, int t, int n) {
   const Linear &l = layer.gate_up, &down = layer.down;
   const int rows = job.batch.num_tokens, inter = job.model.intermediate;
-  const int pairs = num_panels(l) / 2, step = gate_up_step(down);
+  const int pairs = num_panels(l) / 2, step = kGateUpStep;
   int from, to;
   span(pairs, step, t, n, from, to);
   const int width = step * kLanes;  // columns between two calls of prepare
@@ -150,10 +158,10 @@ static void gate_up(const Job& job, const Layer& layer, int t, int n) {
       }
     }
     if (p + 1 != to && (p + 1) % step != 0) continue;
-    const int g = p * kLanes / down.group;
+    const int b = p * kLanes / kInputs;
     for (int m = 0; m < rows; ++m)
-      prepare(down, job.s.down_input, m, held + static_cast<size_t>(m) * width, g * down.group, g,
-              g + 1, inter);
+      prepare(down, job.s.down_input, m, held + static_cast<size_t>(m) * width, b * kInputs, b,
+              b + 1, inter);
   }
 }
 
@@ -221,22 +229,6 @@ static void run_stack(void* context, int t, int n) {
   if (batch.num_logits > 0) head(job, t, n);
 }
 
-// The scores of the largest tile of queries of a thread: [queries][keys, in whole blocks].
-static size_t num_scores(const Model& model, const Batch& batch, int threads) {
-  const int share = (batch.num_tokens * model.num_heads + threads - 1) / threads;
-  size_t most = 0;
-  for (int r = 0; r < batch.num_rows; ++r) {
-    const Row& row = batch.rows[r];
-    int keys = 0;
-    for (int q = 0; q < row.stop - row.start; ++q)
-      keys = std::max(keys, row.prefix_count[q] + row.extra_count[q]);
-    const size_t width = (keys + kBlock - 1) / kBlock * kBlock;
-    const int queries = (row.stop - row.start) * (model.num_heads / model.num_kv_heads);
-    most = std::max(most, width * std::min({kTile, queries, share}));
-  }
-  return most;
-}
-
 static void enlarge(std::vector<float>& buffer, size_t size) {
   if (buffer.size() < size) buffer.resize(size);
 }
@@ -244,7 +236,7 @@ static void enlarge(std::vector<float>& buffer, size_t size) {
 // Make every buffer that run_stack uses large enough. Throws std::bad_alloc.
 static void size_scratch(const Model& model, const Batch& batch, Scratch& s, int threads) {
   const size_t rows = batch.num_tokens, d = model.head_dim;
-  size_t qkv = 0, out = 0, tile = std::max(kTile * d, kLanes * size_t(batch.num_logits));
+  size_t qkv = 0, out = 0, tile = kLanes * size_t(batch.num_logits);
   for (int i = 0; i < model.num_layers; ++i) {
     const Layer& l = model.layers[i];
     s.input.size(l.qkv, rows);
@@ -254,17 +246,19 @@ static void size_scratch(const Model& model, const Batch& batch, Scratch& s, int
     qkv = std::max(qkv, num_panels(l.qkv) * kLanes * rows);
     out = std::max(out, num_panels(l.out) * kLanes * rows);
     out = std::max(out, num_panels(l.down) * kLanes * rows);
-    tile = std::max(tile, (2 + gate_up_step(l.down)) * kLanes * rows);
+    tile = std::max(tile, (2 + kGateUpStep) * kLanes * rows);
+    tile = std::max(tile, size_t(finish_step(model.head_dim)));
   }
   s.head_input.size(model.head, batch.num_logits);
   enlarge(s.qkv, qkv);
   enlarge(s.tile_out, out);
-  const size_t scores = std::max<size_t>(model.hidden, num_scores(model, batch, threads));
+  if (s.tokens.size() < rows) s.tokens.resize(rows);
+  enlarge(s.states, place_states(model, batch, threads, s.tokens.data()) * state_size(d));
   for (auto* buffers : {&s.tiles, &s.scores, &s.blocks})
     if (buffers->size() < static_cast<size_t>(threads)) buffers->resize(threads);
   for (int t = 0; t < threads; ++t) {
     enlarge(s.tiles[t], tile);
-    enlarge(s.scores[t], scores);
-    enlarge(s.blocks[t], 2 * kBlock * d);
+    enlarge(s.scores[t], model.hidden);
+    enlarge(s.blocks[t], Tile::room(d));
   }
 }

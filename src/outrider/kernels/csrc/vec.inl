@@ -45,7 +45,7 @@ static inline float half_to_float(uint16_t h) {
 
 // exp(x) to about 2 units in the last place (Cephes' polynomial), branch free so that it vectorises.
 static inline float fast_exp(float x) {
-  const float clamped = std::fmin(std::fmax(x, -87.33654f), 88.3762f);
+  const float clamped = x > -87.33654f ? (x < 88.3762f ? x : 88.3762f) : -87.33654f;
   const float n = std::nearbyint(clamped * 1.44269504088896341f);
   const float r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
   float p = 1.9875691500e-4f;

@@ -1,0 +1,121 @@
+"""Weights of a GGUF file in the layout of the kernels, number for number.
+
+Only types whose numbers a format of the kernels holds exactly: nothing is rounded here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from gguf import GGMLQuantizationType as Ggml
+
+from outrider.kernels.formats import INPUTS, LANES, Panels, from_integers
+from outrider.models.dequant import half, nibbles, q4_k_codes, q6_k_codes, six_bits
+from outrider.models.gguf import GgufFile
+from outrider.models.gguf_hf import hf_names, in_halves
+
+FILE_TYPES = {"int4": {2, 3, 14, 15}, "int8": {7}}
+"""Values of general.file_type (llama.h: llama_ftype) of files that are a format already: Q4_0,
+Q4_1, Q4_K_S and Q4_K_M, and Q8_0."""
+
+
+def kept_weights(file: GgufFile, format: str) -> Set[str]:
+    """The weights that ``format`` takes as they are: those of a known type in a file that is of
+    that format. Names of transformers, without "model."; vectors are left out.
+
+    A file of 4 bits has its finer parts, such as the head in 6 bits, and they stay finer.
+    """
+    if file.metadata.get("general.file_type") not in FILE_TYPES.get(format, ()):
+        return frozenset()
+    return {
+        hf_name.removeprefix("model.")
+        for name, hf_name in hf_names(file).items()
+        if file.tensors[name].kind in _KINDS and len(file.tensors[name].shape) == 2
+    }
+
+
+def read_panels(file: GgufFile, names: Set[str]) -> dict[str, Panels]:
+    """The weights ``names``, as :func:`kept_weights` gives them."""
+    found: dict[str, Panels] = {}
+    for name, hf_name in hf_names(file).items():
+        short = hf_name.removeprefix("model.")
+        if short in names:
+            rows = torch.from_numpy(file.rows(name).copy())
+            found[short] = _panels(in_halves(file, name, rows), file.tensors[name].kind)
+    return found
+
+
+def _panels(rows: torch.Tensor, kind: Ggml) -> Panels:
+    """``rows`` uint8 ``[R, bytes]`` of blocks of ``kind``."""
+    size, format, read = _KINDS[kind]
+    parts: dict[str, torch.Tensor | None] = read(rows.reshape(-1, size))
+    count = len(rows)
+    by_row = {key: None if part is None else part.reshape(count, -1) for key, part in parts.items()}
+    q = by_row.pop("q")
+    assert q is not None
+    # Padding has the scale 0.
+    columns, lines = -q.shape[1] % INPUTS, -count % LANES
+    group_columns = {"scales", "offsets"}
+
+    def padded(key: str, part: torch.Tensor) -> torch.Tensor:
+        extra = columns * part.shape[1] // q.shape[1] if key in group_columns else 0
+        return F.pad(part, (0, extra, 0, lines))
+
+    return from_integers(
+        F.pad(q, (0, columns, 0, lines)),
+        format,
+        rows=count,
+        **{k: None if part is None else padded(k, part) for k, part in by_row.items()},  # type: ignore[arg-type]
+    )
+
+
+def _float16(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """float16 ``[n, 1]`` at byte ``at`` of every block."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16)
+
+
+def _q4_0(blocks: torch.Tensor) -> dict[str, Any]:
+    # d (q - 8) = d q + offset; times 8 is exact unless it overflows or d is tiny.
+    offsets = (half(blocks, 0) * -8.0).half()
+    return {"q": nibbles(blocks[:, 2:]), "scales": _float16(blocks, 0), "offsets": offsets}
+
+
+def _q4_1(blocks: torch.Tensor) -> dict[str, Any]:
+    scales, offsets = _float16(blocks, 0), _float16(blocks, 2)
+    return {"q": nibbles(blocks[:, 4:]), "scales": scales, "offsets": offsets}
+
+
+def _q8_0(blocks: torch.Tensor) -> dict[str, Any]:
+    return {"q": blocks[:, 2:] ^ 0x80, "scales": _float16(blocks, 0)}  # int8 + 128
+
+
+def _q4_k(blocks: torch.Tensor) -> dict[str, Any]:
+    scales, minima = six_bits(blocks[:, 4:16])
+    return {
+        "q": q4_k_codes(blocks),
+        "scales": scales.to(torch.int8),
+        "offsets": minima.to(torch.int8),
+        "outer_scales": _float16(blocks, 0),
+        "outer_offsets": -_float16(blocks, 2),
+    }
+
+
+def _q6_k(blocks: torch.Tensor) -> dict[str, Any]:
+    return {
+        "q": q6_k_codes(blocks),
+        "scales": blocks[:, 192:208].contiguous().view(torch.int8),
+        "outer_scales": _float16(blocks, 208),
+    }
+
+
+_KINDS: dict[Ggml, tuple[int, str, Callable[[torch.Tensor], dict[str, Any]]]] = {
+    Ggml.Q4_0: (18, "int4", _q4_0),
+    Ggml.Q4_1: (20, "int4", _q4_1),
+    Ggml.Q8_0: (34, "int8_32", _q8_0),
+    Ggml.Q4_K: (144, "int4", _q4_k),
+    Ggml.Q6_K: (210, "int6", _q6_k),
+}
+"""Bytes per block, the kernels' format, and how to read blocks ``[n, bytes]``."""
