@@ -30,8 +30,8 @@ test-real: $(DEV)
 	$(BIN)/python -m pytest -m real
 
 check: $(DEV)
-	$(BIN)/ruff format --check src tests benchmarks
-	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks hatch_build.py
+	$(BIN)/ruff check src tests benchmarks hatch_build.py
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -m "not real"
 

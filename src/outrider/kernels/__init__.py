@@ -1,4 +1,4 @@
 """CPU kernels in C++: linears for few rows and the layer stack around them.
 
-Built on first use into the cache where a compiler is found; without one the PyTorch decoder runs.
+Built when the package is installed or on first use; without a compiler the PyTorch decoder runs.
 """
