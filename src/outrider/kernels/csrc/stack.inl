@@ -12,12 +12,15 @@ struct TokenStates {
 // start: a thread that ran out of memory would leave the others at a barrier.
 struct Scratch {
   Input input, mid, down_input, head_input;
+  std::vector<Input> own;  // of each thread, for forwards of few rows
   std::vector<float> qkv, tile_out;
   std::vector<std::vector<float>> tiles, scores;  // of each thread
   std::vector<std::vector<float>> blocks;         // of each thread: the room of a Tile
   std::vector<float> states;                      // of attention, and where those of a token are
   std::vector<TokenStates> tokens;
 };
+
+static constexpr int kOwnRows = 4;
 
 struct Job {
   const Model& model;
@@ -62,6 +65,18 @@ static void norm_prepare(const Job& job, const Linear& l, Input& in, const float
     for (int k = k0; k < k1; ++k) buffer[k] = row[k] * r * weight[k];
     prepare(l, in, m, buffer, 0, b0, b1, hidden);
   }
+}
+
+// The inputs of l from all rows of the batch, normalised. Of few rows each thread prepares its own
+// copy, which costs less than waiting for the others.
+static const Input& norm_all(const Job& job, const Linear& l, const float* weight, int t, int n) {
+  const int rows = job.batch.num_tokens;
+  const bool own = rows <= kOwnRows;
+  Input& in = own ? job.s.own[t] : job.s.input;
+  norm_prepare(job, l, in, job.batch.x, nullptr, rows, weight, own ? 0 : t, own ? 1 : n,
+               job.s.scores[t].data());
+  if (!own) pool_barrier();
+  return in;
 }
 
 // x[m] += the linear's output, normalised first where the model has a norm there.
@@ -129,7 +144,7 @@ static void rotate_and_store(const Job& job, const Layer& layer, int t, int n) {
 // Panels of gate and up between two preparations of the inputs of down.
 static constexpr int kGateUpStep = kInputs / kLanes;
 
-static void gate_up(const Job& job, const Layer& layer, int t, int n) {
+static void gate_up(const Job& job, const Layer& layer, const Input& in, int t, int n) {
   const Linear &l = layer.gate_up, &down = layer.down;
   const int rows = job.batch.num_tokens, inter = job.model.intermediate;
   const int pairs = num_panels(l) / 2, step = kGateUpStep;
@@ -139,8 +154,8 @@ static void gate_up(const Job& job, const Layer& layer, int t, int n) {
   float* both = job.s.tiles[t].data();
   float* held = both + static_cast<size_t>(rows) * kLanes * 2;
   for (int p = from; p < to; ++p) {
-    panel_all(l, job.s.input, rows, 2 * p, both, 2 * kLanes);
-    panel_all(l, job.s.input, rows, 2 * p + 1, both + kLanes, 2 * kLanes);
+    panel_all(l, in, rows, 2 * p, both, 2 * kLanes);
+    panel_all(l, in, rows, 2 * p + 1, both + kLanes, 2 * kLanes);
     const int at = p % step * kLanes;
     for (int m = 0; m < rows; ++m) {
       const float* gate = both + static_cast<size_t>(m) * 2 * kLanes;
@@ -203,13 +218,11 @@ static void run_stack(void* context, int t, int n) {
   for (int i = batch.first_layer; i < batch.last_layer; ++i) {
     const Layer& layer = model.layers[i];
     keep_hidden(job, i, t);
-    norm_prepare(job, layer.qkv, s.input, batch.x, nullptr, rows, layer.attention_norm, t, n,
-                 s.scores[t].data());
-    pool_barrier();
+    const Input& attention_in = norm_all(job, layer.qkv, layer.attention_norm, t, n);
     int from, to;
     span(num_panels(layer.qkv), 1, t, n, from, to);
     for (int p = from; p < to; ++p)
-      panel_all(layer.qkv, s.input, rows, p, s.qkv.data() + p * kLanes, job.qkv_stride);
+      panel_all(layer.qkv, attention_in, rows, p, s.qkv.data() + p * kLanes, job.qkv_stride);
     pool_barrier();
     rotate_and_store(job, layer, t, n);
     pool_barrier();
@@ -217,10 +230,7 @@ static void run_stack(void* context, int t, int n) {
     pool_barrier();
     add_linear(job, layer.out, s.mid, layer.attention_post_norm, t, n);
     pool_barrier();
-    norm_prepare(job, layer.gate_up, s.input, batch.x, nullptr, rows, layer.mlp_norm, t, n,
-                 s.scores[t].data());
-    pool_barrier();
-    gate_up(job, layer, t, n);
+    gate_up(job, layer, norm_all(job, layer.gate_up, layer.mlp_norm, t, n), t, n);
     pool_barrier();
     add_linear(job, layer.down, s.down_input, layer.mlp_post_norm, t, n);
     pool_barrier();
@@ -236,11 +246,16 @@ static void enlarge(std::vector<float>& buffer, size_t size) {
 // Make every buffer that run_stack uses large enough. Throws std::bad_alloc.
 static void size_scratch(const Model& model, const Batch& batch, Scratch& s, int threads) {
   const size_t rows = batch.num_tokens, d = model.head_dim;
+  if (s.own.size() < static_cast<size_t>(threads)) s.own.resize(threads);
   size_t qkv = 0, out = 0, tile = kLanes * size_t(batch.num_logits);
   for (int i = 0; i < model.num_layers; ++i) {
     const Layer& l = model.layers[i];
     s.input.size(l.qkv, rows);
     s.input.size(l.gate_up, rows);
+    for (int t = 0; t < threads && rows <= kOwnRows; ++t) {
+      s.own[t].size(l.qkv, rows);
+      s.own[t].size(l.gate_up, rows);
+    }
     s.mid.size(l.out, rows);
     s.down_input.size(l.down, rows);
     qkv = std::max(qkv, num_panels(l.qkv) * kLanes * rows);
