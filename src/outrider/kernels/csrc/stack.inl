@@ -20,7 +20,7 @@ struct Scratch {
   std::vector<TokenStates> tokens;
 };
 
-static constexpr int kOwnRows = 4;
+static constexpr int kOwnRows = 8;
 
 struct Job {
   const Model& model;
