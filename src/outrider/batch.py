@@ -203,8 +203,7 @@ def _row(
     start: int,
     windows: Seq[int | None],
 ) -> _RowPlan:
-    num_chain, num_queries, length = len(work.chain), len(query), len(committed)
-    total = len(scratch)
+    num_queries, length = len(query), len(committed)
     slots = np.concatenate([committed, scratch])
     first, last = int(slots.min()), int(slots.max()) + 1
     in_place = not work.apart and last - first <= SPREAD * len(slots) + SLACK
