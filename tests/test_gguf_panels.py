@@ -39,7 +39,7 @@ def test_the_numbers_are_those_of_the_file(kind: Ggml, rows: int, cols: int) -> 
     panels = _panels(blocks, kind)
     expected = dequantize(blocks.numpy(), kind, torch.float32)
     assert torch.equal(values_of(panels)[:rows, :cols], expected)
-    assert (panels.rows, panels.cols) == (rows, cols)
+    assert panels.shape == (rows, cols)
     assert not values_of(panels)[rows:].any()
 
 

@@ -20,7 +20,6 @@ import pytest
 from outrider.errors import ConfigError
 from outrider.kernels import build, library
 from outrider.kernels.library import NoKernels, available_sets, load_library
-from outrider.models.fetch import cache_dir
 
 SETS = available_sets()
 
@@ -301,13 +300,6 @@ def test_the_name_follows_what_the_library_is_made_of(
         monkeypatch.setattr(f"platform.{change}", lambda: "other")
     assert build.portable_name() != before
     assert build.local_name().startswith(build.portable_name())
-
-
-def test_the_cache_is_the_one_of_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    for own, base in (("~/own", "/base"), ("", "/base"), ("", "")):
-        monkeypatch.setenv("OUTRIDER_CACHE", own)
-        monkeypatch.setenv("XDG_CACHE_HOME", base)
-        assert build.cache_folder() == cache_dir() / "kernels"
 
 
 def test_the_installed_library_is_taken_first(

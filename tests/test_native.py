@@ -17,7 +17,8 @@ import torch
 from gguf_writer import tokenizer
 from harness import Harness, make_engine
 from outrider.batch import Work, build
-from outrider.kernels.formats import unpack
+from outrider.errors import BadFile
+from outrider.kernels.formats import quantise, unpack
 from outrider.metrics import Stats
 from outrider.models.decoder import Decoder
 from outrider.models.load import load
@@ -222,6 +223,16 @@ def test_without_a_compiler_pytorch_decodes(
     packed = unpack(with_kernels.packed[0])[:, : model.hidden_size]
     assert torch.equal(model.layers[0].qkv.weight.float(), packed.bfloat16().float())
     assert torch.isfinite(logits_of(model, 5)).all()
+
+
+def test_stored_weights_of_another_shape_are_refused() -> None:
+    """Also where the padding makes them as large as the right ones."""
+    name = "layers.0.mlp.down_proj.weight"
+    decoder = tiny_decoder(weights("llama"), dtype=torch.bfloat16)
+    assert decoder.matrices()[name].shape == (64, 96)
+    stored = {name: quantise(torch.randn(64, 80), "int4")}
+    with pytest.raises(BadFile, match=rf"{name} has shape \(64, 80\), expected \(64, 96\)"):
+        NativeDecoder(decoder, "int4", stored=stored)
 
 
 # Answers. Every drafter gives those of plain decoding, bit for bit, in a pool that is too small.

@@ -24,7 +24,7 @@ HALF = 2**-22
 def differ(
     monkeypatch: pytest.MonkeyPatch, logits: torch.Tensor, pair: tuple[int, int], **params: Any
 ) -> Difference:
-    monkeypatch.setattr(neartie, "_next_logits", lambda model, tokens: logits)
+    monkeypatch.setattr(neartie, "text_logits", lambda model, tokens: logits[None])
     expected, got = pair
     options = SamplingParams(**params)
     return first_difference(
@@ -105,7 +105,7 @@ def sample(contender: Contender, repeat: int, tokens: tuple[int, ...]) -> Sample
 
 
 def test_differences_of_every_repeat_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neartie, "_next_logits", lambda model, tokens: torch.arange(9.0))
+    monkeypatch.setattr(neartie, "text_logits", lambda model, tokens: torch.arange(9.0)[None])
     mine = Contender(drafter="ngram")
     samples = [sample(PLAIN, repeat, (8, 1)) for repeat in range(4)]
     answers = [(8, 1), (8, 2), (8, 2), (8, 3)]

@@ -74,11 +74,11 @@ def test_the_text_is_long_enough() -> None:
 @pytest.mark.parametrize("make", [native, lambda: tiny_decoder(weights("llama"))])
 def test_logits_of_a_window_are_those_of_its_beginnings(make: Any) -> None:
     model, tokens = make(), [5, 3, 60, 7, 7, 21, 90]
-    whole = quality.window_logits(model, tokens)
+    whole = quality.text_logits(model, tokens, everywhere=True)
     assert whole.shape == (7, VOCAB)
     assert whole.dtype == torch.float32
     for end in range(1, 8):
-        last = quality.window_logits(model, tokens[:end])[-1]
+        last = quality.text_logits(model, tokens[:end], everywhere=True)[-1]
         assert torch.allclose(last, whole[end - 1], atol=1e-5)
     assert model.kv.num_free == model.kv.num_slots
 
@@ -94,7 +94,7 @@ def test_numbers_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
     windows = [[0, 0, 1], [1, 1, 0]]
     made = iter([logits(one) for one in ours])
-    monkeypatch.setattr(quality, "window_logits", lambda model, tokens: next(made))
+    monkeypatch.setattr(quality, "text_logits", lambda model, tokens, everywhere: next(made))
     label = ("m", "int4", True)
     row = quality._against([logits(one) for one in theirs], windows, None, label)  # type: ignore[arg-type]
     assert row.num_positions == 4

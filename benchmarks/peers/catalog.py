@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from outrider.errors import ConfigError
-from outrider.models.fetch import cache_dir
+from outrider.kernels.build import cache_dir
 
 TORCH = "torch==2.13.0"
 LLAMA_CPP = "0.3.36"

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from protocol import serve
 
-from outrider.bench.quality import window_logits
+from outrider.bench.logits import text_logits
 from outrider.llm import LLM
 from outrider.request import SamplingParams
 
@@ -39,7 +39,7 @@ class Outrider:
         return list(seq.output)
 
     def logits(self, ids: list[int], positions: list[int]) -> Any:
-        rows = window_logits(self._llm.target.model, ids)
+        rows = text_logits(self._llm.target.model, ids, everywhere=True)
         return np.ascontiguousarray(rows[positions].numpy())
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.batch import Work, build
+from outrider.bench.logits import text_logits
 from outrider.models.base import Model
 from outrider.request import SamplingParams
 from outrider.sampling import MIN_TEMPERATURE, Noise, adjust, truncate
@@ -70,7 +70,7 @@ def first_difference(
             tolerance=None,
         )
     output = expected[:position]
-    logits = _next_logits(model, [*ids, *output])
+    logits = text_logits(model, [*ids, *output])[-1]
     tolerance = ULPS * torch.finfo(model.dtype).eps * float(logits.abs().max())
     scores = adjust(logits, params, prompt=ids, output=output, end_tokens=frozenset())
     pair = (expected[position], got[position])
@@ -122,20 +122,3 @@ def _kept(scores: torch.Tensor, temperature: float, params: SamplingParams) -> t
     """Which tokens can be drawn: bool ``[V]``."""
     probs = torch.softmax((scores - scores.max()) / temperature, dim=-1)
     return truncate(probs, params) > 0
-
-
-def _next_logits(model: Model, tokens: Sequence[int]) -> torch.Tensor:
-    """Logits after ``tokens``, float32 ``[V]``."""
-    seq_id = "near-tie"
-    model.kv.open(seq_id)
-    try:
-        batch = build(
-            [Work(seq_id=seq_id, chain=tokens)],
-            model.kv,
-            windows=model.windows,
-            dtype=model.dtype,
-            device=model.device,
-        )
-        return model.forward(batch).logits[-1].float().cpu()
-    finally:
-        model.kv.close(seq_id)

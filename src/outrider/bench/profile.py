@@ -18,10 +18,10 @@ from outrider.batch import Work, build
 from outrider.bench.report import environment
 from outrider.errors import ConfigError
 from outrider.files import write_whole
+from outrider.kernels.build import cache_dir
 from outrider.kernels.formats import Packed, huge_bytes
 from outrider.kernels.library import NoKernels, load_library
 from outrider.models.base import Model
-from outrider.models.fetch import cache_dir
 from outrider.models.load import LoadedModel
 from outrider.models.native import NativeDecoder
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from outrider.batch import Work, build
+from outrider.bench.logits import text_logits
 from outrider.bench.workloads import BUILTIN, load_prompts
 from outrider.errors import ConfigError
 from outrider.models.base import Model
@@ -74,7 +74,7 @@ def measure(
     load = partial(load_model, num_slots=2 * WINDOW, prefix_cache=False)
     loaded = load(name, dtype=REFERENCE, kernels=False)
     windows = text_windows(loaded, num_windows)
-    reference = [window_logits(loaded.model, window) for window in windows]
+    reference = [text_logits(loaded.model, window, everywhere=True) for window in windows]
     results = [_against(reference, windows, loaded.model, (loaded.name, REFERENCE, False))]
     for dtype, on_kernels in runs:
         if progress is not None:
@@ -118,26 +118,6 @@ def text_windows(loaded: LoadedModel, num_windows: int = NUM_WINDOWS) -> list[li
     return [[*start, *tokens[i * size : (i + 1) * size]] for i in range(num_windows)]
 
 
-def window_logits(model: Model, tokens: Sequence[int]) -> torch.Tensor:
-    """Logits after every one of ``tokens``, float32 ``[T, V]``, from one forward. Leaves the
-    model's cache as it was."""
-    seq_id = "quality"
-    model.kv.open(seq_id)
-    try:
-        batch = build(
-            [Work(seq_id=seq_id, chain=tokens)],
-            model.kv,
-            windows=model.windows,
-            dtype=model.dtype,
-            device=model.device,
-        )
-        everywhere = torch.arange(len(tokens), device=model.device)
-        batch = replace(batch, logit_index=everywhere, logit_rows=(slice(0, len(tokens)),))
-        return model.forward(batch).logits.float().cpu()
-    finally:
-        model.kv.close(seq_id)
-
-
 def compare(
     reference: Sequence[torch.Tensor], windows: Sequence[Sequence[int]], model: Model
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -149,7 +129,7 @@ def compare(
     """
     parts = []
     for theirs, tokens in zip(reference, windows, strict=True):
-        ours = window_logits(model, tokens)
+        ours = text_logits(model, tokens, everywhere=True)
         following = torch.tensor(list(tokens[1:]))[:, None]
         for rows in _blocks(len(tokens) - 1):
             p = torch.log_softmax(theirs[rows].double(), -1)

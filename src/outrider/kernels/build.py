@@ -45,13 +45,17 @@ def sets() -> dict[str, list[str]]:
     return X86_SETS if platform.machine() in ("x86_64", "AMD64") else {"plain": []}
 
 
+def cache_dir() -> Path:
+    """OUTRIDER_CACHE, else XDG_CACHE_HOME/outrider, else ~/.cache/outrider."""
+    if own := os.environ.get("OUTRIDER_CACHE"):
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "outrider"
+
+
 def cache_folder() -> Path:
-    """Where libraries built for this user lie: ``kernels`` in
-    :func:`outrider.models.fetch.cache_dir`."""
-    own, base = os.environ.get("OUTRIDER_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    if own:
-        return Path(own).expanduser() / "kernels"
-    return (Path(base) if base else Path.home() / ".cache") / "outrider" / "kernels"
+    """Where libraries built for this user lie."""
+    return cache_dir() / "kernels"
 
 
 def portable_name() -> str:

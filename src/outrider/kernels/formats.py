@@ -34,7 +34,7 @@ ZEROS = {"int8": 128, "int8_32": 128, "int4": 0, "int6": 32}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panels:
-    """A weight matrix in one format: ``rows`` outputs, ``cols`` inputs with the padding.
+    """A weight matrix in one format: ``shape`` is ``(outputs, inputs)`` without the padding.
 
     ``weights`` uint8 ``[panels, bytes]``. A weight is scale x (stored integer - zero) + offset.
     ``scales`` and ``offsets``: ``[panels, groups, 32]``, float16; or int8, to be multiplied by
@@ -42,8 +42,7 @@ class Panels:
     """
 
     format: str
-    rows: int
-    cols: int
+    shape: tuple[int, int]
     weights: torch.Tensor
     scales: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
@@ -52,6 +51,11 @@ class Panels:
 
     def __len__(self) -> int:
         return len(self.weights)
+
+    @property
+    def cols(self) -> int:
+        """Inputs with the padding."""
+        return -(-self.shape[1] // INPUTS) * INPUTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +134,8 @@ def _map(panels: Panels, change: Callable[[str, torch.Tensor], torch.Tensor]) ->
         old = getattr(panels, field)
         if old is not None:
             changed[field] = change(field, old).reshape(-1, *old.shape[1:])
-    return replace(panels, rows=LANES * len(changed["weights"]), **changed)
+    shape = (LANES * len(changed["weights"]), panels.shape[1])
+    return replace(panels, shape=shape, **changed)
 
 
 def _with(panels: Panels, field: str, tensor: torch.Tensor) -> Panels:
@@ -166,7 +171,7 @@ def _packed(runs: Seq[Panels], bias: torch.Tensor | None) -> Packed:
     if bias is not None:
         bias = torch.nn.functional.pad(bias.detach().float(), (0, LANES * count - len(bias)))
     return Packed(
-        rows=LANES * count - (-last.rows % LANES),
+        rows=LANES * count - (-last.shape[0] % LANES),
         cols=last.cols,
         integer=last.format != "bfloat16",
         panels=described,
@@ -189,7 +194,7 @@ def quantise(weight: torch.Tensor, format: str) -> Panels:
         values = padded.to(torch.bfloat16).view(torch.int16)
         laid = values.view(rows // LANES, LANES, cols // 2, 2).permute(0, 2, 1, 3).contiguous()
         laid = laid.view(torch.uint8).view(rows // LANES, -1)
-        return Panels(format=format, rows=num_rows, cols=cols, weights=laid)
+        return Panels(format=format, shape=(num_rows, num_cols), weights=laid)
     group = GROUPS[format]
     grouped = padded.view(rows, -1, group)
     top = 31 if format == "int6" else 127
@@ -212,7 +217,7 @@ def quantise(weight: torch.Tensor, format: str) -> Panels:
     return from_integers(
         q.view(rows, cols).to(torch.uint8),
         format,
-        rows=num_rows,
+        shape=(num_rows, num_cols),
         scales=scales,
         offsets=offsets,
         outer_scales=outer_scales,
@@ -224,7 +229,7 @@ def from_integers(
     q: torch.Tensor,
     format: str,
     *,
-    rows: int,
+    shape: tuple[int, int],
     scales: torch.Tensor,
     offsets: torch.Tensor | None = None,
     outer_scales: torch.Tensor | None = None,
@@ -232,7 +237,7 @@ def from_integers(
 ) -> Panels:
     """Panels of ready integers: ``q`` uint8 ``[R, C]`` as the format stores them, R a multiple of
     32 and C of 64; ``scales``, ``offsets`` ``[R, C / group]``; ``outer_*`` ``[R, ceil(C / 256)]``,
-    dtypes as in :class:`Panels`. ``rows``: those that are no padding."""
+    dtypes and ``shape`` as in :class:`Panels`."""
 
     def by_panel(values: torch.Tensor | None) -> torch.Tensor | None:
         if values is None:
@@ -241,8 +246,7 @@ def from_integers(
 
     return Panels(
         format=format,
-        rows=rows,
-        cols=q.shape[1],
+        shape=shape,
         weights=_lay_out(q, format),
         scales=by_panel(scales),
         offsets=by_panel(offsets),

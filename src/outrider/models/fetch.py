@@ -41,6 +41,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from outrider.errors import BadFile, ModelNotFound, UserError
+from outrider.kernels.build import cache_dir
 from outrider.models.catalog import CATALOG, NamedModel, Part, find
 
 BLOCK = 1 << 20
@@ -66,14 +67,6 @@ class ModelRow:
     num_bytes: int
     cached: bool
     path: Path
-
-
-def cache_dir() -> Path:
-    """OUTRIDER_CACHE, else XDG_CACHE_HOME/outrider, else ~/.cache/outrider."""
-    if own := os.environ.get("OUTRIDER_CACHE"):
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "outrider"
 
 
 def list_models() -> list[ModelRow]:

@@ -6,7 +6,6 @@ Only types whose numbers a format of the kernels holds exactly: nothing is round
 from __future__ import annotations
 
 from collections.abc import Callable, Set
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,25 +50,18 @@ def read_panels(file: GgufFile, names: Set[str]) -> dict[str, Panels]:
 def _panels(rows: torch.Tensor, kind: Ggml) -> Panels:
     """``rows`` uint8 ``[R, bytes]`` of blocks of ``kind``."""
     size, format, read = _KINDS[kind]
-    parts: dict[str, torch.Tensor | None] = read(rows.reshape(-1, size))
-    count = len(rows)
-    by_row = {key: None if part is None else part.reshape(count, -1) for key, part in parts.items()}
-    q = by_row.pop("q")
-    assert q is not None
-    # Padding has the scale 0.
-    columns, lines = -q.shape[1] % INPUTS, -count % LANES
-    group_columns = {"scales", "offsets"}
+    parts = {name: part.reshape(len(rows), -1) for name, part in read(rows.view(-1, size)).items()}
+    q = parts.pop("q")
+    shape = (len(rows), q.shape[1])
+    columns, lines = -shape[1] % INPUTS, -shape[0] % LANES
 
-    def padded(key: str, part: torch.Tensor) -> torch.Tensor:
-        extra = columns * part.shape[1] // q.shape[1] if key in group_columns else 0
-        return F.pad(part, (0, extra, 0, lines))
+    def padded(name: str, part: torch.Tensor) -> torch.Tensor:
+        """With groups for the padded inputs, whose scales are 0."""
+        more = 0 if name.startswith("outer") else columns * part.shape[1] // shape[1]
+        return F.pad(part, (0, more, 0, lines))
 
-    return from_integers(
-        F.pad(q, (0, columns, 0, lines)),
-        format,
-        rows=count,
-        **{k: None if part is None else padded(k, part) for k, part in by_row.items()},  # type: ignore[arg-type]
-    )
+    rest = {name: padded(name, part) for name, part in parts.items()}
+    return from_integers(padded("q", q), format, shape=shape, **rest)
 
 
 def _float16(blocks: torch.Tensor, at: int) -> torch.Tensor:
@@ -77,22 +69,22 @@ def _float16(blocks: torch.Tensor, at: int) -> torch.Tensor:
     return blocks[:, at : at + 2].contiguous().view(torch.float16)
 
 
-def _q4_0(blocks: torch.Tensor) -> dict[str, Any]:
-    # d (q - 8) = d q + offset; times 8 is exact unless it overflows or d is tiny.
+def _q4_0(blocks: torch.Tensor) -> dict[str, torch.Tensor]:
+    # d (q - 8) = d q + offset; times 8 is exact unless it overflows.
     offsets = (half(blocks, 0) * -8.0).half()
     return {"q": nibbles(blocks[:, 2:]), "scales": _float16(blocks, 0), "offsets": offsets}
 
 
-def _q4_1(blocks: torch.Tensor) -> dict[str, Any]:
+def _q4_1(blocks: torch.Tensor) -> dict[str, torch.Tensor]:
     scales, offsets = _float16(blocks, 0), _float16(blocks, 2)
     return {"q": nibbles(blocks[:, 4:]), "scales": scales, "offsets": offsets}
 
 
-def _q8_0(blocks: torch.Tensor) -> dict[str, Any]:
+def _q8_0(blocks: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"q": blocks[:, 2:] ^ 0x80, "scales": _float16(blocks, 0)}  # int8 + 128
 
 
-def _q4_k(blocks: torch.Tensor) -> dict[str, Any]:
+def _q4_k(blocks: torch.Tensor) -> dict[str, torch.Tensor]:
     scales, minima = six_bits(blocks[:, 4:16])
     return {
         "q": q4_k_codes(blocks),
@@ -103,7 +95,7 @@ def _q4_k(blocks: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def _q6_k(blocks: torch.Tensor) -> dict[str, Any]:
+def _q6_k(blocks: torch.Tensor) -> dict[str, torch.Tensor]:
     return {
         "q": q6_k_codes(blocks),
         "scales": blocks[:, 192:208].contiguous().view(torch.int8),
@@ -111,7 +103,7 @@ def _q6_k(blocks: torch.Tensor) -> dict[str, Any]:
     }
 
 
-_KINDS: dict[Ggml, tuple[int, str, Callable[[torch.Tensor], dict[str, Any]]]] = {
+_KINDS: dict[Ggml, tuple[int, str, Callable[[torch.Tensor], dict[str, torch.Tensor]]]] = {
     Ggml.Q4_0: (18, "int4", _q4_0),
     Ggml.Q4_1: (20, "int4", _q4_1),
     Ggml.Q8_0: (34, "int8_32", _q8_0),

@@ -1,8 +1,9 @@
 """The decoder in forwards of a few fixed shapes, recorded once and replayed: CUDA graphs.
 
 A batch is filled up to the next bucket: tokens, rows, queries of a row, columns of keys. Its
-inputs travel to the device in one copy, into the place that the recorded forward reads. Padding
-reads a slot that is always zero, writes one that nobody reads, and is dropped from the results.
+inputs travel to the device in one copy, into the place that the recorded forward reads. Unused
+columns read a slot that is always zero; tokens of padding write to one that nobody reads, and
+their results, which may be no numbers, are dropped.
 What exceeds the buckets, long prompts above all, is computed in its own shape, not recorded.
 """
 
@@ -177,7 +178,8 @@ class GraphDecoder:
 
         ``batch`` must be built with this model's ``windows`` (none) and hold a token. Results are
         on the device, of the model's dtype, and belong to the caller. Nothing waits for the
-        device. Raises ValueError for a layer that does not exist or is not reached.
+        device, but for the recording of a shape. Raises ValueError for a layer that does not
+        exist or is not reached.
         """
         depth = checked_depth(self.num_layers, num_layers, hidden_layers)
         parts = [self._forward(piece, tuple(hidden_layers), depth) for piece in self._pieces(batch)]

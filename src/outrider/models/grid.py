@@ -144,7 +144,6 @@ class Grid:
             sees = arrays[f"{name}.sees{i}"]
             width = self.columns(window)
             table[:] = padding
-            sees[:, :, :1] = True  # padding sees something: nothing at all is not a number
             for b, row in enumerate(rows):
                 num, num_new = len(row.tokens), len(row.new)
                 first, seen = 0, row.sees

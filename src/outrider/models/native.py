@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Container, Mapping
 from collections.abc import Sequence as Seq
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from outrider.batch import ForwardBatch, Row
 from outrider.errors import BadFile
 from outrider.kernels import library
 from outrider.kernels.formats import (
-    INPUTS,
     LANES,
     Packed,
     Panels,
@@ -122,16 +120,16 @@ class NativeDecoder:
             shape = matrices[name].shape
             if name not in stored:
                 return quantise(matrices[name], self.format)
-            if (stored[name].rows, stored[name].cols) != (
-                shape[0],
-                -(-shape[1] // INPUTS) * INPUTS,
-            ):
-                raise BadFile(f"tensor {name} does not have the shape {tuple(shape)}")
+            if stored[name].shape != shape:
+                raise BadFile(
+                    f"tensor {name} has shape {stored[name].shape}, expected {tuple(shape)}; "
+                    "the weights do not belong to this configuration"
+                )
             return stored[name]
 
         layers = (library.Layer * self.num_layers)()
         for i, layer in enumerate(decoder.layers):
-            layers[i] = self._layer(layer, partial(_within, panels, f"layers.{i}."))
+            layers[i] = self._layer(layer, f"layers.{i}.", panels)
             for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
                 linear.weight = torch.nn.Parameter(linear.weight[:0].clone(), requires_grad=False)
             matrices = {n: w for n, w in matrices.items() if not n.startswith(f"layers.{i}.")}
@@ -155,20 +153,23 @@ class NativeDecoder:
             decoder.head.weight = torch.nn.Parameter(empty, requires_grad=False)
         return model
 
-    def _layer(self, layer: Layer, panels: Callable[[str], Panels]) -> library.Layer:
+    def _layer(self, layer: Layer, prefix: str, panels: Callable[[str], Panels]) -> library.Layer:
+        def part(name: str) -> Panels:
+            return panels(f"{prefix}{name}_proj.weight")
+
         bias = layer.gate_up.bias
-        qkv = [panels(f"self_attn.{name}_proj") for name in "qkv"]
+        qkv = [part(f"self_attn.{name}") for name in "qkv"]
         return library.Layer(
             qkv=self._add(join(qkv, bias=layer.qkv.bias)),
-            out=self._add(join([panels("self_attn.o_proj")], bias=layer.out.bias)),
+            out=self._add(join([part("self_attn.o")], bias=layer.out.bias)),
             gate_up=self._add(
                 alternate(
-                    panels("mlp.gate_proj"),
-                    panels("mlp.up_proj"),
+                    part("mlp.gate"),
+                    part("mlp.up"),
                     bias=None if bias is None else _alternate(*bias.chunk(2)),
                 )
             ),
-            down=self._add(join([panels("mlp.down_proj")], bias=layer.down.bias)),
+            down=self._add(join([part("mlp.down")], bias=layer.down.bias)),
             attention_norm=self._vector(layer.attention_norm),
             mlp_norm=self._vector(layer.mlp_norm),
             attention_post_norm=self._vector(layer.attention_post_norm),
@@ -255,10 +256,6 @@ class NativeDecoder:
         index = torch.as_tensor(slots, dtype=torch.int64)
         for pool in self._pools:
             pool.index_fill_(0, index, 0.0)
-
-
-def _within(panels: Callable[[str], Panels], prefix: str, name: str) -> Panels:
-    return panels(f"{prefix}{name}.weight")
 
 
 def _alternate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

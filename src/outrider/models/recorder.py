@@ -46,7 +46,10 @@ class CudaRecorder:
             run()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # thread_local: other threads may use the device meanwhile; that is no part of it.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
             result = run()
 
         def replay() -> Forward:
