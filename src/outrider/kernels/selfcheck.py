@@ -1,6 +1,6 @@
 """Do the kernels of an instruction set compute the right numbers on this machine?
 
-Asked whenever a process loads them, which remembers nothing and costs about 30 ms: each format's
+Asked whenever a process loads them, which remembers nothing and costs about 50 ms: each format's
 linear, and two tiny layers with a head behind them, against PyTorch on the same rounded weights and
 inputs.
 """
