@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -202,17 +203,52 @@ def test_a_broken_engine_leaves_the_others_alone(command: tuple[str, ...], tmp_p
     assert "FAILED: load: OSError" in table.markdown(table.make_rows(measured.contenders(), []))
 
 
-def test_groups_take_turns_when_memory_is_short(command: tuple[str, ...], tmp_path: Path) -> None:
+def outrider(command: tuple[str, ...], memory: int, *modes: catalog.Mode) -> plan.Spec:
+    """A process of Outrider's with plain decoding and ``modes``."""
+    plain = catalog.Mode("plain", "none")
+    made = spec(command, "plain", engine=table.OUTRIDER, memory=memory)
+    return dataclasses.replace(made, modes=(plain, *modes))
+
+
+def test_groups_come_one_by_one_when_memory_is_short(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
     specs = [spec(command, "plain", engine=name, memory=60) for name in "ab"]
+    specs.append(outrider(command, 20, catalog.Mode("suffix:k=8", "suffix:k=8")))
     say: list[str] = []
+    bar = Bar()
     measured = measure.Measurement(
-        specs, [("p", [1]), ("q", [2])], settings(tmp_path), None, Bar(), say.append
+        specs, [("p", [1]), ("q", [2])], settings(tmp_path), None, bar, say.append
     )
-    assert len(measured.groups) == 2
+    assert [[s.name.split()[0] for s in g] for g in measured.groups] == [
+        ["a", "outrider"],
+        ["b", "outrider"],
+    ]
     measured.run()
-    engines = [s.engine for s in measured.samples]
-    assert engines == ["a", "a", "b", "b", "b", "b", "a", "a"]
-    assert say == ["not all engines fit in memory: 2 groups take turns"]
+    assert bar.done == bar.total == 2 * 2 * (3 + 2)
+    assert [s.group for s in measured.taken] == [0] * 12 + [1] * 8
+    assert {s.engine for s in measured.taken[:12]} == {"a", "outrider"}
+    assert {s.engine for s in measured.taken[12:]} == {"b", "outrider"}
+    assert say == ["not all engines fit in memory: 2 groups, one by one"]
+
+
+def test_groups_are_compared_by_the_yardstick() -> None:
+    def taken(engine: str, group: int, repeat: int, seconds: float) -> table.Sample:
+        made = sample(engine, "plain", repeat, seconds, [1, 2, 3, 4])
+        return dataclasses.replace(made, group=group)
+
+    # The machine is half as fast while the second group runs.
+    samples = [taken("outrider", 0, r, 1.0) for r in range(3)]
+    samples += [taken("a", 0, r, 2.0) for r in range(3)]
+    samples += [taken("outrider", 1, r, 2.0) for r in range(2)]
+    samples += [taken("b", 1, r, 4.0) for r in range(2)]
+    scaled = table.in_one_measure(samples, ("outrider", "x", "plain"))
+    assert {s.seconds for s in scaled if s.engine == "outrider"} == {1.0}
+    assert {s.seconds for s in scaled if s.engine in "ab"} == {2.0}
+    assert {s.first_seconds for s in scaled if s.engine == "b"} == {1.0}
+    rows = table.make_rows([contender(name, "plain") for name in ("outrider", "a", "b")], scaled)
+    assert [row.rate for row in rows] == [4.0, 2.0, 2.0]
+    assert table.in_one_measure(samples, ("nobody", "x", "plain")) == samples
 
 
 def test_pack_keeps_to_the_limit(command: tuple[str, ...]) -> None:
@@ -222,6 +258,22 @@ def test_pack_keeps_to_the_limit(command: tuple[str, ...]) -> None:
     assert sorted(s.name for g in groups for s in g) == sorted(s.name for s in specs)
     assert all(sum(s.memory for s in g) <= 8 or len(g) == 1 for g in groups)
     assert len(groups) == 3
+
+
+def test_pack_puts_the_yardstick_in_every_group(command: tuple[str, ...]) -> None:
+    suffix = catalog.Mode("suffix:k=8", "suffix:k=8")
+    big, small = outrider(command, 5, suffix), outrider(command, 3, suffix)
+    small = dataclasses.replace(small, dtype="int4")
+    specs = [spec(command, "plain", engine=f"e{m}", memory=m) for m in (6, 5, 4)]
+    groups = plan.pack([*specs, big, small], 10)
+    assert all(any((s.engine, s.dtype) == ("outrider", "int4") for s in g) for g in groups)
+    assert all(sum(s.memory for s in g) <= 10 for g in groups)
+    named = [s.name for g in groups for s in g]
+    assert sorted(set(named)) == sorted(
+        {s.name for s in [*specs, big, small]} | {"outrider int4 plain"}
+    )
+    assert named.count(small.name) == 1
+    assert plan.pack([*specs, big, small], 23) == [[*specs, big, small]]
 
 
 def test_compare_gives_the_divergence_of_the_definition() -> None:
@@ -261,6 +313,7 @@ def sample(engine: str, mode: str, repeat: int, seconds: float, ids: list[int]) 
         mode=mode,
         prompt="p",
         repeat=repeat,
+        group=0,
         ids=ids,
         seconds=seconds,
         first_seconds=seconds / 2,

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 from client import Worker, WorkerFailed
-from plan import Spec, pack
+from plan import Spec, pack, yardstick_of
 from reference import Closeness, Reference, cached, compare, compute, judge
-from table import Contender, Sample
+from table import Contender, Sample, in_one_measure
 
 Say = Callable[[str], None]
 
@@ -69,8 +69,9 @@ def reference_of(
 
 
 class Measurement:
-    """``samples``, and by the names of specs ``loaded`` (what the engine says of itself) and
-    ``failures`` fill up in :meth:`run`. ``closeness`` goes by (engine, dtype)."""
+    """``taken``, the samples as they were taken, and by the names of specs ``loaded`` (what the
+    engine says of itself) and ``failures`` fill up in :meth:`run`. ``closeness`` goes by (engine,
+    dtype)."""
 
     def __init__(
         self,
@@ -82,13 +83,14 @@ class Measurement:
         say: Say,
     ) -> None:
         self.groups = pack(specs, settings.memory)
-        self.samples: list[Sample] = []
+        self.taken: list[Sample] = []
         self.loaded: dict[str, dict[str, Any]] = {}
         self.failures: dict[str, str] = {}
         self.closeness: dict[tuple[str, str], Closeness | None] = {}
         self._specs, self._prompts, self._settings = specs, prompts, settings
         self._reference, self._say = reference, say
-        answers = settings.repeats * len(prompts) * sum(len(spec.modes) for spec in specs)
+        modes = sum(len(spec.modes) for group in self.groups for spec in group)
+        answers = settings.repeats * len(prompts) * modes
         self._bar, self._task = bar, bar.add_task("answers", total=answers)
 
     @property
@@ -103,29 +105,35 @@ class Measurement:
 
     def run(self) -> None:
         """All answers. What fits in memory stays loaded and takes turns at every prompt; of
-        several groups, each takes its turn in every repeat."""
-        if len(self.groups) == 1:
-            self._with_group(self.groups[0], range(self._settings.repeats))
-            return
-        self._say(f"not all engines fit in memory: {len(self.groups)} groups take turns")
-        for repeat in range(self._settings.repeats):
-            shift = repeat % len(self.groups)
-            for group in self.groups[shift:] + self.groups[:shift]:
-                self._with_group(group, range(repeat, repeat + 1))
+        several groups, one is done before the next is loaded."""
+        if len(self.groups) > 1:
+            self._say(f"not all engines fit in memory: {len(self.groups)} groups, one by one")
+        for number, group in enumerate(self.groups):
+            self._with_group(number, group)
 
-    def _with_group(self, group: Sequence[Spec], repeats: range) -> None:
+    @property
+    def samples(self) -> list[Sample]:
+        """All of one measure: seconds of a group are scaled to what the yardstick needed over
+        all groups, as far as it was measured there."""
+        yardstick = yardstick_of(self._specs)
+        if len(self.groups) == 1 or yardstick is None:
+            return self.taken
+        key = (yardstick.engine, yardstick.dtype, yardstick.modes[0].spec)
+        return in_one_measure(self.taken, key)
+
+    def _with_group(self, group_number: int, group: Sequence[Spec]) -> None:
         workers: dict[str, Worker] = {}
         try:
             for spec in group:
                 if spec.name not in self.failures:
                     self._load(spec, workers)
-            for repeat in repeats:
+            for repeat in range(self._settings.repeats):
                 for number, (prompt, ids) in enumerate(self._prompts):
                     turns = [(spec, mode) for spec in group for mode in spec.modes]
                     shift = (number + repeat) % len(turns)
                     for spec, mode in turns[shift:] + turns[:shift]:
                         if spec.name in workers:
-                            self._answer(workers, spec, mode, prompt, ids, repeat)
+                            self._answer(workers, spec, mode, prompt, ids, repeat, group_number)
                         self._bar.advance(self._task)
         finally:
             for worker in workers.values():
@@ -163,6 +171,7 @@ class Measurement:
         prompt: str,
         ids: list[int],
         repeat: int,
+        group: int,
     ) -> None:
         worker, count = workers[spec.name], self._settings.num_tokens
         try:
@@ -173,13 +182,14 @@ class Measurement:
         except WorkerFailed as error:
             self._fail(spec, error, workers)
             return
-        self.samples.append(
+        self.taken.append(
             Sample(
                 engine=spec.engine,
                 dtype=spec.dtype,
                 mode=mode.spec,
                 prompt=prompt,
                 repeat=repeat,
+                group=group,
                 ids=whole["ids"],
                 seconds=whole["seconds"],
                 first_seconds=first["seconds"],

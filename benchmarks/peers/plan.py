@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,19 +141,41 @@ def outrider_specs(
     ]
 
 
+def yardstick_of(specs: Sequence[Spec]) -> Spec | None:
+    """Plain decoding by the smallest of Outrider's processes: what every group holds, so that
+    rates of one group can be compared with those of another. None: Outrider is not measured."""
+    own = [spec for spec in specs if spec.engine == OUTRIDER]
+    if not own:
+        return None
+    smallest = min(own, key=lambda spec: spec.memory)
+    plain = tuple(mode for mode in smallest.modes if mode.name == "none")
+    options = {**smallest.options, "modes": [mode.as_json() for mode in plain]}
+    return replace(smallest, modes=plain, options=options)
+
+
 def pack(specs: Sequence[Spec], limit: int) -> list[list[Spec]]:
-    """``specs`` in as few groups as first fit gives, each of at most ``limit`` bytes; what is
-    larger is alone."""
+    """``specs`` in as few groups as first fit gives, each of at most ``limit`` bytes, with the
+    yardstick in each where there are several; what is larger has a group to itself."""
+    if sum(spec.memory for spec in specs) <= limit:
+        return [list(specs)]
+    yardstick = yardstick_of(specs)
+    room = limit - (yardstick.memory if yardstick else 0)
     groups: list[list[Spec]] = []
     for spec in sorted(specs, key=lambda spec: -spec.memory):
         for group in groups:
-            if sum(other.memory for other in group) + spec.memory <= limit:
+            if sum(other.memory for other in group) + spec.memory <= room:
                 group.append(spec)
                 break
         else:
             groups.append([spec])
     order = {spec.name: number for number, spec in enumerate(specs)}
-    return [sorted(group, key=lambda spec: order[spec.name]) for group in groups]
+    groups = [sorted(group, key=lambda spec: order[spec.name]) for group in groups]
+    return [_with(yardstick, group) for group in groups] if yardstick else groups
+
+
+def _with(yardstick: Spec, group: list[Spec]) -> list[Spec]:
+    there = any((s.engine, s.dtype) == (yardstick.engine, yardstick.dtype) for s in group)
+    return group if there else [*group, yardstick]
 
 
 def free_memory() -> int:

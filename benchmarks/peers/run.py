@@ -138,6 +138,10 @@ def run(args: argparse.Namespace) -> int:
         f"answer, {args.repeats} repeats, {args.threads} threads"
     )
     command = shlex.join([Path(sys.executable).name, *sys.argv])
+    if len(measurement.groups) > 1:
+        head += (
+            f". In {len(measurement.groups)} groups, in the measure of Outrider's plain decoding"
+        )
     report = f"{head}\n\n```\n{command}\n```\n\n{markdown(rows)}\n"
     print(report)
     if args.markdown:
@@ -242,7 +246,7 @@ def document(
             for spec in specs
         },
         "rows": [asdict(row) for row in rows],
-        "samples": [asdict(sample) for sample in measurement.samples],
+        "samples": [asdict(sample) for sample in measurement.taken],
         "quality_positions": reference.text.num_positions if reference else None,
         "reference_perplexity": measurement.reference_perplexity,
     }

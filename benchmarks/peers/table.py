@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from reference import Closeness
 
@@ -14,13 +14,15 @@ OUTRIDER = "outrider"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """One answer. ``seconds``: of the whole answer, the prompt included. ``first_seconds``: of an
-    answer of one token to the same prompt, measured just before."""
+    answer of one token to the same prompt, measured just before. ``group``: of the engines that
+    were loaded at the same time."""
 
     engine: str
     dtype: str
     mode: str
     prompt: str
     repeat: int
+    group: int
     ids: list[int]
     seconds: float
     first_seconds: float
@@ -63,6 +65,26 @@ class Row:
     same: tuple[int, int] | None = None
 
 
+def in_one_measure(samples: Sequence[Sample], yardstick: tuple[str, str, str]) -> list[Sample]:
+    """``samples`` with their seconds scaled, group by group, so that the yardstick (engine, dtype,
+    mode) takes the same time in each: the median over all groups and repeats. What the machine
+    does from one hour to the next then cancels out. A group without it stays as it is."""
+    own = [s for s in samples if _key(s) == yardstick]
+    rates = {
+        number: _rates([s for s in own if s.group == number]) for number in {s.group for s in own}
+    }
+    whole = statistics.median([rate for group in rates.values() for rate in group]) if own else 1.0
+    scale = {number: statistics.median(group) / whole for number, group in rates.items()}
+    return [
+        replace(
+            s,
+            seconds=s.seconds * scale.get(s.group, 1.0),
+            first_seconds=s.first_seconds * scale.get(s.group, 1.0),
+        )
+        for s in samples
+    ]
+
+
 def make_rows(contenders: Sequence[Contender], samples: Sequence[Sample]) -> list[Row]:
     """One row per contender, in their order."""
     own = {c: [s for s in samples if _key(s) == (c.engine, c.dtype, c.mode)] for c in contenders}
@@ -96,8 +118,8 @@ def _key(sample: Sample) -> tuple[str, str, str]:
 
 
 def _repeats(samples: Sequence[Sample]) -> list[list[Sample]]:
-    numbers = sorted({s.repeat for s in samples})
-    return [[s for s in samples if s.repeat == number] for number in numbers]
+    numbers = sorted({(s.group, s.repeat) for s in samples})
+    return [[s for s in samples if (s.group, s.repeat) == number] for number in numbers]
 
 
 def _rates(samples: Sequence[Sample]) -> list[float]:
