@@ -38,20 +38,29 @@ static void prepare_block(const float* x, int8_t* q, Block& block) {
   int32_t sums[4];
 #if defined(__AVX512F__)
   __m512 v[4];
-  __m512 top = _mm512_setzero_ps(), bad = _mm512_setzero_ps();
+  __m512i top = _mm512_setzero_si512();
   for (int i = 0; i < 4; ++i) {
     v[i] = _mm512_loadu_ps(x + 16 * i);
-    top = _mm512_max_ps(top, _mm512_abs_ps(v[i]));
-    bad = _mm512_add_ps(bad, _mm512_mul_ps(v[i], _mm512_setzero_ps()));
+    // Without the sign, floats are ordered as their bits; infinities and NaN come last.
+    top = _mm512_max_epi32(top, _mm512_castps_si512(_mm512_abs_ps(v[i])));
   }
-  const float largest = _mm512_reduce_max_ps(top);
-  const float poison = _mm512_reduce_add_ps(bad);  // NaN if any input is NaN or infinite
+  const int32_t bits = _mm512_reduce_max_epi32(top);
+  float largest;
+  std::memcpy(&largest, &bits, 4);
+  const float poison = largest - largest;  // NaN if any input is NaN or infinite
   const __m512 inverse = _mm512_set1_ps(largest > 0.0f ? 127.0f / largest : 0.0f);
+  __m128i fours[4];  // sums of every fourth
   for (int i = 0; i < 4; ++i) {
     const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(v[i], inverse));
-    sums[i] = _mm512_reduce_add_epi32(rounded);
+    const __m256i eights = _mm256_add_epi32(_mm512_castsi512_si256(rounded),
+                                            _mm512_extracti64x4_epi64(rounded, 1));
+    fours[i] =
+        _mm_add_epi32(_mm256_castsi256_si128(eights), _mm256_extracti128_si256(eights, 1));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16 * i), _mm512_cvtsepi32_epi8(rounded));
   }
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(sums),
+                   _mm_hadd_epi32(_mm_hadd_epi32(fours[0], fours[1]),
+                                  _mm_hadd_epi32(fours[2], fours[3])));
 #else
   float largest = 0.0f, poison = 0.0f;
   for (int k = 0; k < kInputs; ++k) {

@@ -69,8 +69,23 @@ static inline void load_integers(const uint8_t* w, __m512i* out) {
   }
 }
 
-// Far enough ahead that memory answers in time, counted in bytes of the weights.
-static constexpr int kAhead = 4096;
+static constexpr int kPage = 4096;
+static constexpr int kNear = 2048;  // bytes ahead of what is read, for the first-level cache
+
+// Fetch weights while the kBytes at w, one step of a kernel, are read. A core keeps more requests
+// of several pages on their way than of one, so the lines of the next window, as many pages as a
+// step has lines, come from each of them in turn. Windows lie where the address says: no state.
+template <int kBytes>
+static inline void fetch_ahead(const uint8_t* w) {
+  constexpr int kLines = kBytes / 64;
+  constexpr uintptr_t kWindow = kLines * kPage;
+  const uintptr_t address = reinterpret_cast<uintptr_t>(w), in = address % kWindow;
+  const auto* line = reinterpret_cast<const char*>(address - in + kWindow + in / kBytes * 64);
+  for (int i = 0; i < kLines; ++i) {
+    _mm_prefetch(line + i * kPage, _MM_HINT_T1);
+    _mm_prefetch(reinterpret_cast<const char*>(w + kNear + i * 64), _MM_HINT_T0);
+  }
+}
 
 template <int M, int F>
 static void panel_int(const Panel& p, const float* bias, const Input& in, int m0, float* y,
@@ -102,8 +117,7 @@ static void panel_int(const Panel& p, const float* bias, const Input& in, int m0
       for (int m = 0; m < M; ++m)
         acc[m][0] = acc[m][1] = _mm512_set1_epi32(start_of<F>(blocks[m][b], g));
       for (int k = b * kInputs + g * kGroup; k < b * kInputs + (g + 1) * kGroup; k += 8) {
-        for (int i = 0; i < kBytes; i += 64)
-          _mm_prefetch(reinterpret_cast<const char*>(w + kAhead + i), _MM_HINT_T0);
+        fetch_ahead<kBytes>(w);
         __m512i weights[4];
         load_integers<F>(w, weights);
         w += kBytes;
@@ -157,8 +171,7 @@ static void panel_bf16(const Panel& p, const float* bias, const Input& in, int m
   const uint16_t* x[M];
   for (int m = 0; m < M; ++m) x[m] = in.bf16.data() + static_cast<size_t>(m0 + m) * in.cols;
   for (int k = 0; k < in.cols; k += 2, w += 128) {
-    _mm_prefetch(reinterpret_cast<const char*>(w + kAhead), _MM_HINT_T0);
-    _mm_prefetch(reinterpret_cast<const char*>(w + kAhead + 64), _MM_HINT_T0);
+    fetch_ahead<128>(w);
     const __m512i a = _mm512_loadu_si512(w), b = _mm512_loadu_si512(w + 64);
 #if defined(__AVX512BF16__)
 #pragma GCC unroll 8

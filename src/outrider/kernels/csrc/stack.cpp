@@ -74,7 +74,7 @@ int JOIN(outrider_linear_, ISA)(const Linear* l, const float* x, int rows, int n
   return 0;
 }
 
-// Reads num bytes (a multiple of 64) on all threads: the bandwidth that a plain read reaches.
+// Reads num bytes (a multiple of 8) on all threads: the bandwidth that a plain read reaches.
 struct ReadJob {
   const uint64_t* data;
   size_t num;
@@ -83,10 +83,19 @@ struct ReadJob {
 
 static void run_read(void* context, int t, int n) {
   ReadJob& job = *static_cast<ReadJob*>(context);
-  const size_t words = job.num / 8, from = words / 8 * t / n * 8, to = words / 8 * (t + 1) / n * 8;
+  // Lines of several pages in turn: a core has more of them on their way than of one page.
+  constexpr size_t kPages = 8, kWords = 512;
+  const size_t windows = job.num / (kPages * kWords * 8);
+  const size_t from = windows * t / n, to = windows * (t + 1) / n;
   uint64_t lanes[8] = {};
-  for (size_t i = from; i < to; i += 8)
-    for (int k = 0; k < 8; ++k) lanes[k] += job.data[i + k];
+  for (size_t w = from; w < to; ++w)
+    for (size_t i = 0; i < kWords; i += 8)
+      for (size_t page = 0; page < kPages; ++page) {
+        const uint64_t* line = job.data + (w * kPages + page) * kWords + i;
+        for (int k = 0; k < 8; ++k) lanes[k] += line[k];
+      }
+  for (size_t i = t == 0 ? windows * kPages * kWords : job.num; i < job.num / 8; ++i)
+    lanes[0] += job.data[i];
   uint64_t sum = 0;
   for (uint64_t lane : lanes) sum += lane;
   job.sums[t & 63] += sum;
