@@ -23,7 +23,6 @@ from outrider.models import grid
 from outrider.models.base import Forward, Model
 from outrider.models.decoder import Decoder
 from outrider.models.graphs import GraphDecoder
-from outrider.models.staging import Field, Layout
 from outrider.request import Request, SamplingParams
 from outrider.tree import ROOT, TokenTree
 from tiny import FAMILIES, VOCAB, tiny_config, tiny_decoder, tiny_hf
@@ -368,24 +367,29 @@ def test_results_belong_to_the_caller() -> None:
         assert torch.equal(result.hidden, hidden)
 
 
+def test_the_shape_that_was_used_longest_ago_goes() -> None:
+    recorder = Aliasing()
+    model = GraphDecoder(decoder(), recorder=recorder, max_shapes=2)
+    start(model, "a", [1])
+    recorder.num_recorded = 0
+
+    def steps(*sizes: int) -> int:
+        """How many recordings forwards of so many tokens make."""
+        before = recorder.num_recorded
+        for size in sizes:
+            run(model, [Work(seq_id="a", chain=[1] * size)])
+            model.kv.commit("a", np.empty(0, np.int64), ())
+        return recorder.num_recorded - before
+
+    assert steps(2, 2, 4, 4, 2) == 2
+    assert steps(8, 8) == 1  # 4 goes
+    assert steps(2, 8) == 0
+    assert steps(4, 4) == 1
+    assert model.num_recorded == 2
+
+
 def test_impossible_sizes() -> None:
+    with pytest.raises(ValueError, match="max_shapes is 0, expected 1 or more"):
+        GraphDecoder(decoder(), max_shapes=0)
     with pytest.raises(ValueError, match="tokens are 0 and None, expected 1 or more"):
         GraphDecoder(decoder(), max_tokens=0)
-
-
-def test_fields_of_a_buffer() -> None:
-    layout = Layout(
-        {
-            "flags": Field(torch.bool, (3,)),
-            "none": Field(torch.int32, (0, 4)),
-            "ids": Field(torch.int64, (2, 2)),
-        }
-    )
-    buffer, arrays = layout.host(pinned=False)
-    assert not buffer.any()
-    arrays["flags"][1] = True
-    arrays["ids"][1] = (-5, 7)
-    views = layout.views(buffer.clone())
-    assert views["flags"].tolist() == [False, True, False]
-    assert views["none"].shape == (0, 4)
-    assert views["ids"].tolist() == [[0, 0], [-5, 7]]

@@ -16,7 +16,9 @@ Model = Annotated[
     str,
     typer.Option("--model", "-m", help="Named model, hub id, folder or GGUF file."),
 ]
-Dtype = Annotated[str, typer.Option(help="Weights: float32, bfloat16, float16, int8 or int4.")]
+Dtype = Annotated[
+    str, typer.Option(help="Weights: float32, bfloat16, float16, int8, int4 or, on CUDA, fp8.")
+]
 DraftDtype = Annotated[
     str | None, typer.Option(help="The same for draft models.", show_default="the target's")
 ]

@@ -162,9 +162,10 @@ class Engine:
         """What each sequence keeps; None while its tokens are not complete. All logits are looked
         at, also inside a prompt: values that are not numbers are never committed."""
         verdicts: list[Verdict | ModelFault | None] = []
+        logits = forward.logits.cpu()  # where a step waits for the device, once
         for slot, tree, rows in zip(slots, trees, batch.logit_rows, strict=True):
             seq = slot.seq
-            laws = NodeLaws(forward.logits[rows].cpu(), seq, tree)
+            laws = NodeLaws(logits[rows], seq, tree)
             if not laws.are_numbers:
                 verdicts.append(ModelFault("the model's logits are not finite numbers"))
             elif not slot.complete:

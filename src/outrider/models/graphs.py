@@ -24,8 +24,12 @@ from outrider.models.recorder import CudaRecorder, EagerRecorder, Recorder, Run
 from outrider.models.staging import Field, Layout
 from outrider.tree import IntArray
 
-MAX_TOKENS = 128
-"""Tokens of the largest recorded forward, unless the caller says otherwise."""
+MAX_TOKENS = 256
+"""Tokens of the largest recorded forward: 16 sequences of 15 drafts."""
+
+MAX_SHAPES = 128
+"""Shapes that are kept; the one that was used longest ago goes. Each holds its inputs and its
+logits on the device."""
 
 LEAST_KEYS = 256
 LEAST_NEW = 16
@@ -127,7 +131,8 @@ class GraphDecoder:
     """Takes over a ``decoder``; implements :class:`outrider.models.base.Model`.
 
     ``recorder``: by default CUDA graphs on CUDA, nothing elsewhere. A shape is recorded when it
-    comes for the second time. ``max_tokens``: tokens of the largest recorded forward.
+    comes for the second time. ``max_tokens``: tokens of the largest recorded forward;
+    ``max_shapes``: how many shapes are kept.
 
     ``fixed_tokens`` makes the numbers of a token independent of what else is computed: every
     forward has that many tokens, larger ones are cut into pieces, and every token reads the keys
@@ -145,8 +150,11 @@ class GraphDecoder:
         *,
         recorder: Recorder | None = None,
         max_tokens: int = MAX_TOKENS,
+        max_shapes: int = MAX_SHAPES,
         fixed_tokens: int | None = None,
     ) -> None:
+        if max_shapes < 1:
+            raise ValueError(f"max_shapes is {max_shapes}, expected 1 or more")
         if max_tokens < 1 or (fixed_tokens is not None and fixed_tokens < 1):
             raise ValueError(f"tokens are {max_tokens} and {fixed_tokens}, expected 1 or more")
         self.decoder, self.config = decoder, decoder.config
@@ -155,6 +163,7 @@ class GraphDecoder:
         self.dtype, self.device, self.kv = decoder.dtype, decoder.device, decoder.kv
         self.embedding, self.head = decoder.embedding, decoder.head
         self.max_tokens, self.fixed_tokens = max_tokens, fixed_tokens
+        self.max_shapes = max_shapes
         if recorder is None:
             on_cuda = self.device.type == "cuda"
             recorder = CudaRecorder(self.device) if on_cuda else EagerRecorder()
@@ -163,7 +172,7 @@ class GraphDecoder:
 
     @property
     def num_recorded(self) -> int:
-        """Forwards recorded so far."""
+        """Recorded forwards that are kept."""
         return sum(known.is_recorded for known in self._known.values())
 
     @torch.inference_mode()
@@ -229,11 +238,7 @@ class GraphDecoder:
             shape = _own_shape(piece, groups)
             known = _Recording(self.decoder, shape, hidden_layers, depth, None)
         else:
-            key = (shape, hidden_layers, depth)
-            if key not in self._known:
-                chunk = None if self.fixed_tokens is None else FIXED_CHUNK
-                self._known[key] = _Recording(self.decoder, shape, hidden_layers, depth, chunk)
-            known = self._known[key]
+            known = self._recording(shape, hidden_layers, depth)
         buffer, arrays = known.layout.host(pinned=self.device.type == "cuda")
         piece.fill(shape, groups, self.decoder.windows, arrays, self.kv.num_slots)
         known.buffer.copy_(buffer, non_blocking=True)
@@ -242,6 +247,17 @@ class GraphDecoder:
             logits=result.logits[: len(piece.wanted)].clone(),
             hidden=None if result.hidden is None else result.hidden[: piece.num_tokens].clone(),
         )
+
+    def _recording(self, shape: Shape, hidden_layers: tuple[int, ...], depth: int) -> _Recording:
+        key = (shape, hidden_layers, depth)
+        known = self._known.pop(key, None)
+        if known is None:
+            chunk = None if self.fixed_tokens is None else FIXED_CHUNK
+            known = _Recording(self.decoder, shape, hidden_layers, depth, chunk)
+            if len(self._known) >= self.max_shapes:
+                del self._known[next(iter(self._known))]
+        self._known[key] = known  # the last: the one used most lately
+        return known
 
     def _bucket(self, piece: _Piece) -> Shape | None:
         """The recorded shape that holds a piece; None if it is too large or too uneven."""

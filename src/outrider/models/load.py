@@ -22,6 +22,7 @@ from outrider.models import fetch as fetching
 from outrider.models.catalog import CATALOG, find
 from outrider.models.fetch import ModelRow, list_models
 from outrider.models.resources import (
+    CUDA_ONLY,
     QUANTISED,
     kv_slots,
     read_dtype,
@@ -34,6 +35,7 @@ __all__ = ["LoadedModel", "ModelRow", "list_models", "load", "locate", "same_voc
 
 if TYPE_CHECKING:
     from outrider.models.decoder import Decoder
+    from outrider.models.graphs import GraphDecoder
     from outrider.models.native import NativeDecoder
 
 TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>")
@@ -55,7 +57,7 @@ class LoadedModel:
     """
 
     name: str
-    model: Decoder | NativeDecoder
+    model: Decoder | GraphDecoder | NativeDecoder
     tokenizer: PreTrainedTokenizerFast
     end_tokens: frozenset[int]
     path: Path
@@ -107,9 +109,10 @@ def load(
 ) -> LoadedModel:
     """Load a named model, a folder of transformers, a .gguf file or a model of the hub.
 
-    ``dtype``: float32, bfloat16, float16, or int8 and int4 for the weights of the linears. On the
+    ``dtype``: float32, bfloat16, float16, or int8, int4 and fp8 for the linears. On the
     CPU all but float32 and float16 run on the C++ kernels unless ``kernels`` is False or they
-    cannot be had here, which a warning says.
+    cannot be had here, which a warning says. On CUDA forwards are recorded as graphs, and int8,
+    int4 and fp8 weights go through torchao.
 
     What exists as a path wins over names and hub ids ("org/name", "org/name:file.gguf"). What is
     not there yet is fetched if ``fetch`` is set, with a bar on stderr if ``progress`` is.
@@ -121,8 +124,12 @@ def load(
     """
     format = weight_format(dtype)
     place = usable_device(device)
-    if format in QUANTISED and place.type != "cpu":
-        raise ConfigError(f"dtype {format} runs on the CPU only, device is {place}; use bfloat16")
+    if format in CUDA_ONLY and place.type != "cuda":
+        raise ConfigError(f"dtype {format} runs on CUDA only, device is {place}; use int8")
+    if format in QUANTISED and place.type == "cuda":
+        from outrider.models.quantize import check_format
+
+        check_format(format, place)
     if num_slots is not None and num_slots < 1:
         raise ConfigError(f"num_slots is {num_slots}, expected 1 or more")
     path = locate(name, fetch=fetch, progress=progress)
@@ -229,7 +236,7 @@ def _build(
     num_slots: int | None,
     prefix_cache: bool,
     kernels: bool,
-) -> Decoder | NativeDecoder:
+) -> Decoder | GraphDecoder | NativeDecoder:
     """Read the weights, for the kernels where they can run and else for PyTorch."""
     from outrider.models.config import DecoderConfig
     from outrider.models.decoder import Decoder
@@ -257,9 +264,18 @@ def _build(
         decoder.load_weights(source.weights(dtype, without), without=without)
         if native:
             return NativeDecoder(decoder, format, stored=stored)
-        if format in QUANTISED:
+        if format in QUANTISED and device.type == "cpu":
             round_weights(decoder, format, keep=kept)
-    return decoder
+    return decoder if device.type == "cpu" else _for_cuda(decoder, format)
+
+
+def _for_cuda(decoder: Decoder, format: str) -> GraphDecoder:
+    from outrider.models.graphs import GraphDecoder
+    from outrider.models.quantize import quantize
+
+    if format in QUANTISED:
+        quantize(decoder, format)
+    return GraphDecoder(decoder)
 
 
 @contextlib.contextmanager

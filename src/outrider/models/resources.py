@@ -10,8 +10,10 @@ from outrider.errors import ConfigError
 from outrider.models.config import DecoderConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-QUANTISED = ("int8", "int4")
+QUANTISED = ("int8", "int4", "fp8")
 """Formats of weights; everything else of such a model is bfloat16 or wider."""
+
+CUDA_ONLY = ("fp8",)
 
 DEVICES = ("cpu", "cuda")
 DEFAULT_SLOTS = 2 * 8192
