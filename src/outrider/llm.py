@@ -94,7 +94,11 @@ class LLM:
 
     def _make_drafter(self, spec: str) -> Drafter:
         context = DrafterContext(
-            vocab_size=self.target.model.vocab_size, load_draft=self._load_draft
+            vocab_size=self.target.model.vocab_size,
+            load_draft=self._load_draft,
+            target=self.target.model,
+            fingerprint=self.target.fingerprint,
+            tokenizer=self.target.tokenizer,
         )
         made, most = make_drafter(spec, context), self.engine.config.max_draft
         if made.num_draft > most:  # the engine would cut its drafts without a word

@@ -14,6 +14,7 @@ from typing import Protocol, Self
 import numpy as np
 import torch
 
+from outrider.detokenize import Tokenizer
 from outrider.models.base import Forward, Model
 from outrider.request import Sequence
 from outrider.tree import IntArray, TokenTree
@@ -128,9 +129,14 @@ class DrafterContext:
 
     ``load_draft`` loads a model by name or path; it raises ConfigError unless the model's
     vocabulary is the target's. ``stream``: number of this drafter among several that serve one
-    tree, so that what they draw by chance is independent.
+    tree, so that what they draw by chance is independent. ``target``: the model it drafts for,
+    with the ``fingerprint`` of its weights and the ``tokenizer``; None where a drafter that does
+    not need them is made alone.
     """
 
     vocab_size: int
     load_draft: Callable[[str], Model]
     stream: int = 0
+    target: Model | None = None
+    fingerprint: str | None = None
+    tokenizer: Tokenizer | None = None
