@@ -18,6 +18,7 @@ from outrider.bench import quality
 from outrider.bench.report import environment, write_json
 from outrider.errors import UserError
 from outrider.files import check_output
+from outrider.models.load import locate
 
 
 def main() -> int:
@@ -35,8 +36,11 @@ def main() -> int:
     try:
         check_output("--json", args.json)
         for model in models:
-            rows += quality.measure(model, dtypes, kernels=kernels, num_windows=args.windows)
-        print(quality.markdown(rows))
+            locate(model)
+        for model in models:
+            measured = quality.measure(model, dtypes, kernels=kernels, num_windows=args.windows)
+            print(quality.markdown(measured), flush=True)
+            rows += measured
         if args.json:
             command = " ".join(["python", *sys.argv])
             document = {

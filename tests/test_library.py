@@ -334,6 +334,51 @@ def test_an_installed_library_that_cannot_be_loaded(
     assert built(fresh)
 
 
+@pytest.mark.parametrize("kind", ["zeros", "folder"])
+def test_a_library_of_the_cache_that_is_none(
+    fresh: Path, real: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Of the right name and size: it is made again, once."""
+    folder, size = fresh / "cache" / "kernels", real.stat().st_size
+    monkeypatch.setenv("CXX", str(compiler(fresh, f'cp {real} "$out"')))
+    place = folder / f"{build.local_name()}-{size}.so"
+    if kind == "zeros":
+        folder.mkdir(parents=True)
+        place.write_bytes(bytes(size))
+    else:
+        place.mkdir(parents=True)
+        name = f"{build.local_name()}-{place.stat().st_size}.so"
+        place.rename(folder / name)
+    assert load_library().isa == SETS[-1]
+    assert [path.stat().st_size for path in built(fresh) if path.is_file()] == [size]
+
+
+def test_what_a_killed_build_left_goes(
+    fresh: Path, real: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (fresh / "cache" / "kernels" / "building-x").mkdir(parents=True)
+    monkeypatch.setenv("CXX", str(compiler(fresh, f'cp {real} "$out"')))
+    load_library()
+    assert not list((fresh / "cache" / "kernels").glob("building-*"))
+
+
+def test_each_compiler_has_libraries_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    names = [build.local_name()]
+    for named in ("g++", "g++ -march=native"):
+        monkeypatch.setenv("CXX", named)
+        names.append(build.local_name())
+    assert len(set(names)) == 3
+
+
+def test_no_home(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", "~nosuchuser/x")
+    with pytest.raises(OSError, match="name a folder in OUTRIDER_CACHE"):
+        build.cache_dir()
+    with pytest.raises(NoKernels, match="there is no cache"):
+        load_library()
+
+
 def test_what_was_built_cannot_be_loaded(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", str(compiler(fresh, 'echo text > "$out"')))
     with pytest.raises(NoKernels, match="the kernels cannot be loaded: "):

@@ -53,9 +53,28 @@ def test_profile(native: bool, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
-def test_too_short_a_context_is_refused() -> None:
-    with pytest.raises(ConfigError, match="too short to profile"):
+def test_contexts_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no room to profile 64 tokens .* the KV pool holds 16"):
         profiling.profile(loaded(native=True, num_slots=16), "int8")
+    model = loaded(native=False, num_slots=100)
+    assert profiling.longest_context(model.model, (1, 8)) == 92
+    with pytest.raises(ConfigError, match="93 tokens and 8 more do not fit; expected at most 92"):
+        profiling.profile(model, "int8", sizes=(1, 8), contexts=(4, 93), repeats=1)
+
+
+def test_profiles_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    by_kernels = profiling.stored_path(loaded(native=True), "int8")
+    by_pytorch = profiling.stored_path(loaded(native=False), "int8")
+    assert by_kernels != by_pytorch
+    assert available_sets()[-1] in by_kernels.name or load_library().isa in by_kernels.name
+    assert "-cpu-pytorch-" in by_pytorch.name
+
+
+def test_plots_are_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"outrider\[bench\]"):
+        profiling.check_plots()
 
 
 @pytest.mark.parametrize("isa", available_sets())

@@ -12,6 +12,7 @@ Prints a Markdown table. Set the peers up first: python benchmarks/peers/setup.p
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import signal
@@ -97,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
     """Everything, in order. Raises UserError and, for the float32 reference, WorkerFailed."""
     check(args)
     modes = chosen_modes(args.mode)
+    if args.engine and (unused := modes.keys() - set(args.engine)):
+        raise ConfigError(f"--mode names {', '.join(sorted(unused))}, which --engine leaves out")
     prompts = load_prompts(args.prompts, limit=args.limit)
     model = find_model(args.model)
     draft = find_draft(args.draft, model)
@@ -148,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
         write_whole(args.markdown, lambda file: _write(file, report))
     if args.json:
         write_json(args.json, document(args, command, specs, measurement, rows, reference, model))
-    return 0
+    return 0 if measurement.taken else 1
 
 
 def check(args: argparse.Namespace) -> None:
@@ -157,6 +160,13 @@ def check(args: argparse.Namespace) -> None:
         if getattr(args, name) < 1:
             option = name.replace("_", "-")
             raise ConfigError(f"--{option} is {getattr(args, name)}, expected 1 or more")
+    for name in ("memory", "timeout"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"--{name} is {value}, expected a number above 0")
+    most = 4 * (os.cpu_count() or 1)
+    if args.threads > most:
+        raise ConfigError(f"--threads is {args.threads}, expected 1 to {most} on this machine")
     if args.max_tokens < 2:
         raise ConfigError("--max-tokens is 1, expected 2 or more: the first comes with the prompt")
     if args.context <= args.max_tokens:

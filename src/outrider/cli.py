@@ -55,7 +55,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and exit: 0 done, 1 failed, 2 a mistake of the user, 130 interrupted."""
     # What transformers has to say about a configuration is either said by us or not an error.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    warnings.showwarning = _show_warning
+    shown: set[str] = set()
+
+    def show_once(message: Warning | str, *_: object, **__: object) -> None:
+        """A warning as one line, without the place in our code that it came from."""
+        if str(message) not in shown:
+            shown.add(str(message))
+            _complain(f"warning: {message}", 0)
+
+    warnings.showwarning = show_once
     try:
         code = app(args=arguments, standalone_mode=False)
         sys.stdout.flush()
@@ -78,11 +86,6 @@ def main(arguments: list[str] | None = None) -> int:
     if code == INTERRUPTED:  # typer has answered the interrupt itself
         _complain("interrupted", INTERRUPTED)
     sys.exit(code or 0)  # typer.Exit comes back as its code
-
-
-def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    """A warning as one line, without the place in our code that it came from."""
-    _complain(f"warning: {message}", 0)
 
 
 def _give_up_stdout() -> None:

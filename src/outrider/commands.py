@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -175,12 +176,14 @@ def generate(
     set_threads(threads)
     from outrider.generate import print_answers
 
+    llm = _llm(
+        *(model, drafter, verifier, dtype, draft_dtype, device, num_slots),
+        kernels=kernels,
+        exact=exact,
+    )
+    _check_draft_dtype(llm, draft_dtype)
     print_answers(
-        _llm(
-            *(model, drafter, verifier, dtype, draft_dtype, device, num_slots),
-            kernels=kernels,
-            exact=exact,
-        ),
+        llm,
         text,
         params,
         system=system,
@@ -253,6 +256,7 @@ def bench(
         prefix_cache=False,
     )
     check_all(llm, contenders, selected, params)  # what is refused is reported before the bar
+    _check_draft_dtype(llm, draft_dtype)
     with progress() as bar:
         task = bar.add_task("answers", total=None)
         rows = compare(
@@ -312,23 +316,35 @@ def profile(
 
     check_output("--json", json_path)
     check_output("--png", png)
+    if png is not None:
+        profiling.check_plots()
     set_threads(threads)
     loaded = load(model, dtype=dtype, device=device, num_slots=num_slots, kernels=kernels)
+    most = profiling.longest_context(loaded.model)
     with progress() as bar:
         task = bar.add_task("rounds", total=None)
         result = profiling.profile(
             loaded,
             dtype,
-            contexts=context or profiling.CONTEXTS,
+            contexts=context or [c for c in profiling.CONTEXTS if c <= most] or [most],
             repeats=repeats,
             progress=lambda done, of: bar.update(task, completed=done, total=of),
         )
     print_profile(console(), result)
-    write_json(profiling.stored_path(loaded, dtype), asdict(result))
     if json_path is not None:
         write_json(json_path, asdict(result))
     if png is not None:
         profiling.plot(result, png)
+    try:
+        write_json(profiling.stored_path(loaded, dtype), asdict(result))
+    except OSError as error:
+        warnings.warn(f"not kept for draft policies: {error}", RuntimeWarning, stacklevel=1)
+
+
+def _check_draft_dtype(llm: Any, draft_dtype: str | None) -> None:
+    """Raise ConfigError for --draft-dtype where no drafter has loaded a draft model."""
+    if draft_dtype is not None and not llm.drafts:
+        raise ConfigError("--draft-dtype is for draft models; add --drafter draft:MODEL")
 
 
 def _llm(

@@ -17,6 +17,7 @@ from outrider.metrics import Stats
 from outrider.models.base import Model
 from outrider.models.load import LoadedModel, load, same_vocabulary
 from outrider.models.native import NativeDecoder
+from outrider.models.resources import weight_format
 from outrider.request import FinishReason, Request, SamplingParams, Sequence, TokenLogprob
 from outrider.verify import make_verifier
 
@@ -64,6 +65,7 @@ class LLM:
     ) -> None:
         parse_spec(drafter)  # a mistake in it is reported before a model is loaded
         make_verifier(verifier)
+        weight_format(draft_dtype or dtype)
         self._load = partial(
             load,
             device=device,

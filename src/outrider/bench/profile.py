@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import os
+import importlib.util
+import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -62,12 +63,17 @@ def profile(
     repeats: int = 9,
     progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
-    """Measure ``loaded``. The sizes take turns, so that a slow moment hits all of them alike."""
+    """Measure ``loaded``. The sizes take turns, so that a slow moment hits all of them alike.
+    Raises ConfigError for contexts that do not fit."""
     model = loaded.model
-    room = min(model.context_length, model.kv.num_slots) - max(sizes)
-    contexts = sorted({min(context, room) for context in contexts if context > 0})
-    if room < 1 or not contexts:
-        raise ConfigError(f"a context of {model.context_length} tokens is too short to profile")
+    most = longest_context(model, sizes)
+    contexts = sorted(set(contexts))
+    if contexts[-1] > most:
+        raise ConfigError(
+            f"a context of {contexts[-1]} tokens and {max(sizes)} more do not fit; expected at "
+            f"most {most} (the model takes {model.context_length}, the KV pool holds "
+            f"{model.kv.num_slots})"
+        )
     by_context: dict[str, dict[str, float]] = {}
     steps = len(contexts) * repeats
     for number, context in enumerate(contexts):
@@ -83,8 +89,7 @@ def profile(
     parts, weights, bandwidth = {"whole": t_of_m["1"]}, None, None
     if isinstance(model, NativeDecoder):
         weights, bandwidth = model.weight_bytes, read_bandwidth()
-        linears = _linears(model.packed, repeats)
-        parts |= {"linears": linears, "rest": t_of_m["1"] - linears}
+        parts = _parts(model, int(middle), repeats)
     return Profile(
         model=loaded.name,
         dtype=dtype,
@@ -100,6 +105,25 @@ def profile(
         largest_speedup_at=best,
         environment=environment(),
     )
+
+
+def longest_context(model: Model, sizes: Sequence[int] = SIZES) -> int:
+    """The most tokens of context that leave room for ``sizes``. Raises ConfigError for none."""
+    most = min(model.context_length, model.kv.num_slots) - max(sizes)
+    if most < 1:
+        raise ConfigError(
+            f"there is no room to profile {max(sizes)} tokens after a context: the model takes "
+            f"{model.context_length} tokens, the KV pool holds {model.kv.num_slots}"
+        )
+    return most
+
+
+def _parts(model: NativeDecoder, context: int, repeats: int) -> dict[str, float]:
+    """Median seconds of a forward of M = 1 and of its linears alone, by turns."""
+    run, times = _linears(model.packed), []
+    whole = _times(model, context, (1,), repeats, lambda _: times.append(run()))
+    linears = statistics.median(times[1:])
+    return {"whole": whole["1"], "linears": linears, "rest": whole["1"] - linears}
 
 
 def _times(
@@ -156,41 +180,51 @@ def read_bandwidth(repeats: int = 5) -> float:
     return best
 
 
-def _linears(packed: Sequence[Packed], repeats: int) -> float:
-    """Median seconds of all linears of one forward of M = 1, one after the other, head included."""
+def _linears(packed: Sequence[Packed]) -> Callable[[], float]:
+    """Something that runs all linears of a forward of M = 1, one after the other, head included,
+    and gives the seconds."""
     library = load_library()
     jobs = [
         (p.struct(), torch.randn(1, p.cols), torch.empty(1, -(-p.rows // 32) * 32)) for p in packed
     ]
-    times = []
-    for _ in range(repeats + 1):
+
+    def run() -> float:
         start = time.perf_counter()
         for struct, x, y in jobs:
             library.linear(
                 *(ctypes.byref(struct), x.data_ptr(), 1, x.shape[1], y.data_ptr()),
                 torch.get_num_threads(),
             )
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+        return time.perf_counter() - start
+
+    return run
 
 
 def stored_path(loaded: LoadedModel, dtype: str) -> Path:
-    """Where the profile of this model on this machine is kept for draft policies."""
+    """Where the profile of this model, run this way on this machine, is kept for draft policies.
+    Raises OSError."""
     folder = cache_dir() / "profiles"
     folder.mkdir(parents=True, exist_ok=True)
-    threads = torch.get_num_threads()
-    return folder / f"{os.uname().nodename}-{loaded.fingerprint}-{dtype}-{threads}.json"
+    model = loaded.model
+    how = model.isa if isinstance(model, NativeDecoder) else "pytorch"
+    parts = (platform.node(), loaded.fingerprint, dtype, model.device.type, how)
+    return folder / f"{'-'.join(parts)}-{torch.get_num_threads()}.json"
+
+
+def check_plots() -> None:
+    """Raise ConfigError where :func:`plot` would."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("plots need matplotlib: pip install 'outrider[bench]'")
 
 
 def plot(result: Profile, path: Path) -> None:
     """t(M) by context, against the time that reading the weights takes, as a PNG."""
-    try:
-        import matplotlib
+    check_plots()
+    import matplotlib
 
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise ConfigError("plots need matplotlib: pip install 'outrider[bench]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for context, times in result.t_by_context.items():
         sizes = [int(size) for size in times]
@@ -210,4 +244,13 @@ def plot(result: Profile, path: Path) -> None:
     pyplot.close(figure)
 
 
-__all__ = ["NoKernels", "Profile", "plot", "profile", "read_bandwidth", "stored_path"]
+__all__ = [
+    "NoKernels",
+    "Profile",
+    "check_plots",
+    "longest_context",
+    "plot",
+    "profile",
+    "read_bandwidth",
+    "stored_path",
+]

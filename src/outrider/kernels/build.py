@@ -46,11 +46,16 @@ def sets() -> dict[str, list[str]]:
 
 
 def cache_dir() -> Path:
-    """OUTRIDER_CACHE, else XDG_CACHE_HOME/outrider, else ~/.cache/outrider."""
-    if own := os.environ.get("OUTRIDER_CACHE"):
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "outrider"
+    """OUTRIDER_CACHE, else XDG_CACHE_HOME/outrider, else ~/.cache/outrider. Raises OSError where
+    there is no home."""
+    try:
+        if own := os.environ.get("OUTRIDER_CACHE"):
+            return Path(own).expanduser()
+        base = os.environ.get("XDG_CACHE_HOME")
+        return (Path(base) if base else Path.home() / ".cache") / "outrider"
+    except RuntimeError as error:
+        reason = str(error).rstrip(".")
+        raise OSError(f"there is no cache ({reason}); name a folder in OUTRIDER_CACHE") from None
 
 
 def cache_folder() -> Path:
@@ -71,8 +76,11 @@ def portable_name() -> str:
 
 
 def local_name() -> str:
-    """The stem of a library in the cache, which machines with other C libraries may share."""
-    return "-".join(filter(None, (portable_name(), *platform.libc_ver())))
+    """The stem of a library in the cache, which machines with other C libraries may share. What a
+    compiler of CXX makes, with the options there, is for those who name the same one."""
+    named = os.environ.get("CXX", "").strip()
+    compiler = "cxx" + hashlib.sha256(named.encode()).hexdigest()[:8] if named else ""
+    return "-".join(filter(None, (portable_name(), *platform.libc_ver(), compiler)))
 
 
 def find(folder: Path, name: str) -> Path | None:
@@ -81,7 +89,7 @@ def find(folder: Path, name: str) -> Path | None:
     for path in folder.glob(f"{name}-*.so"):
         # Another process may take it away meanwhile.
         with contextlib.suppress(FileNotFoundError):
-            if path.stem == f"{name}-{path.stat().st_size}":
+            if path.stem == f"{name}-{path.stat().st_size}" and path.is_file():
                 return path
     return None
 
@@ -97,6 +105,14 @@ def find_or_build(folder: Path, name: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with _turn(folder):
         return find(folder, name) or _build(compiler, folder, name)
+
+
+def rebuild(path: Path, name: str) -> Path:
+    """The library ``name`` at ``path``, which cannot be loaded, compiled again. Raises as above."""
+    compiler = _compiler()
+    with _turn(path.parent):
+        path.unlink(missing_ok=True)
+        return _build(compiler, path.parent, name)
 
 
 @contextlib.contextmanager
@@ -118,6 +134,8 @@ def _turn(folder: Path) -> Iterator[None]:
 
 def _build(compiler: list[str], folder: Path, name: str) -> Path:
     _say("building the C++ kernels (once, takes up to half a minute)")
+    for left in folder.glob("building-*"):  # of a build that was killed: this one has its turn
+        shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as temporary:
         objects = {isa: str(Path(temporary) / f"{isa}.o") for isa in (*sets(), "pool")}
         stack, pool = str(SOURCES / "stack.cpp"), str(SOURCES / "pool.cpp")

@@ -220,12 +220,22 @@ def _built() -> ctypes.CDLL | str:
                     RuntimeWarning,
                     stacklevel=2,
                 )
-        path = build.find_or_build(build.cache_folder(), build.local_name())
+        return _cached()
     except build.CannotBuild as error:
         return f"the kernels cannot be built: {error}"
     except OSError as error:
-        return f"the kernels cannot be built in {build.cache_folder()}: {error.strerror or error}"
+        return f"the kernels cannot be loaded: {error}"
+
+
+def _cached() -> ctypes.CDLL | str:
+    """The library of the cache. One that cannot be loaded is compiled once more. Raises CannotBuild
+    and OSError."""
+    name, folder = build.local_name(), build.cache_folder()
+    try:
+        path = build.find_or_build(folder, name)
+    except OSError as error:
+        return f"the kernels cannot be built in {folder}: {error.strerror or error}"
     try:
         return ctypes.CDLL(str(path))
-    except OSError as error:
-        return f"the kernels cannot be loaded: {error}"
+    except OSError:
+        return ctypes.CDLL(str(build.rebuild(path, name)))

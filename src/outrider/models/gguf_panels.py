@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from gguf import GGMLQuantizationType as Ggml
 
+from outrider.errors import ConfigError
 from outrider.kernels.formats import INPUTS, LANES, Panels, from_integers
 from outrider.models.dequant import half, nibbles, q4_k_codes, q6_k_codes, six_bits
 from outrider.models.gguf import GgufFile
@@ -72,6 +73,11 @@ def _float16(blocks: torch.Tensor, at: int) -> torch.Tensor:
 def _q4_0(blocks: torch.Tensor) -> dict[str, torch.Tensor]:
     # d (q - 8) = d q + offset; times 8 is exact unless it overflows.
     offsets = (half(blocks, 0) * -8.0).half()
+    if (offsets.isinf() & half(blocks, 0).isfinite()).any():
+        raise ConfigError(
+            "a Q4_0 tensor of this file has a scale above 8188, which int4 kernels cannot hold; use "
+            "dtype int8 or bfloat16"
+        )
     return {"q": nibbles(blocks[:, 2:]), "scales": _float16(blocks, 0), "offsets": offsets}
 
 

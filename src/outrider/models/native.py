@@ -96,6 +96,7 @@ class NativeDecoder:
         self._embed_scale = decoder.config.embed_scale
         self._pools = [layer.pool for layer in decoder.layers]
         self._library = library.load_library(isa)
+        self.isa = self._library.isa
         self._scratch = self._library.scratch()
         self._tables = [
             RopeTable(rope, length=0, dtype=torch.float32, device=self.device)

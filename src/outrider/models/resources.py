@@ -34,10 +34,10 @@ def read_dtype(format: str) -> torch.dtype:
 
 def usable_device(device: torch.device | str) -> torch.device:
     """The device, if it is of a known kind and there. Raises ConfigError."""
+    if str(device).partition(":")[0] not in DEVICES:
+        raise ConfigError(f"device is {str(device)!r}, possible: {', '.join(DEVICES)}")
     try:
         place = torch.device(device)
-        if place.type not in DEVICES:
-            raise ConfigError(f"device is {str(device)!r}, possible: {', '.join(DEVICES)}")
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -87,10 +87,18 @@ struct Batch {
 };
 }
 
+// One caller at a time has the pool, and may change the buffers that its work uses.
+class PoolTurn {
+ public:
+  PoolTurn();  // waits
+  ~PoolTurn();
+  PoolTurn(const PoolTurn&) = delete;
+};
+
 // The pool of threads. run() calls work(context, thread, num_threads) on every thread and returns
 // when all are done; the caller is thread 0. Throws, before any work, if a thread cannot be had.
 // Work must not throw.
 using Work = void (*)(void* context, int thread, int num_threads);
-void pool_run(int num_threads, Work work, void* context);
+void pool_run(const PoolTurn& turn, int num_threads, Work work, void* context);
 // Inside work: wait until all threads of the run arrived here.
 void pool_barrier();

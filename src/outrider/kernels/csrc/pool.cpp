@@ -99,8 +99,10 @@ const int registered = pthread_atfork(before_fork, after_fork, after_fork_in_chi
 
 }  // namespace
 
-void pool_run(int num_threads, Work work, void* context) {
-  std::lock_guard<std::mutex> only(run_mutex);
+PoolTurn::PoolTurn() { run_mutex.lock(); }
+PoolTurn::~PoolTurn() { run_mutex.unlock(); }
+
+void pool_run(const PoolTurn&, int num_threads, Work work, void* context) {
   if (pool == nullptr) pool = new Pool();
   Pool& p = *pool;
   p.grow(num_threads);

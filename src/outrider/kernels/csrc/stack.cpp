@@ -32,9 +32,10 @@ int JOIN(outrider_forward_, ISA)(const Model* model, const Batch* batch, void* s
                                  int threads) {
   Scratch& s = *static_cast<Scratch*>(scratch);
   try {
+    const PoolTurn turn;
     size_scratch(*model, *batch, s, threads);
     Job job{*model, *batch, s, num_panels(model->layers[0].qkv) * kLanes};
-    pool_run(threads, run_stack, &job);
+    pool_run(turn, threads, run_stack, &job);
   } catch (const std::exception&) {
     return 1;
   }
@@ -65,9 +66,10 @@ static void run_linear(void* context, int t, int n) {
 int JOIN(outrider_linear_, ISA)(const Linear* l, const float* x, int rows, int num, float* y,
                                 int threads) {
   try {
+    const PoolTurn turn;
     LinearJob job{l, x, y, rows, num, {}};
     job.in.size(*l, rows);
-    pool_run(threads, run_linear, &job);
+    pool_run(turn, threads, run_linear, &job);
   } catch (const std::exception&) {
     return 1;
   }
@@ -78,7 +80,7 @@ int JOIN(outrider_linear_, ISA)(const Linear* l, const float* x, int rows, int n
 struct ReadJob {
   const uint64_t* data;
   size_t num;
-  uint64_t sums[64];
+  std::vector<uint64_t> sums;  // of each thread
 };
 
 static void run_read(void* context, int t, int n) {
@@ -98,12 +100,13 @@ static void run_read(void* context, int t, int n) {
     lanes[0] += job.data[i];
   uint64_t sum = 0;
   for (uint64_t lane : lanes) sum += lane;
-  job.sums[t & 63] += sum;
+  job.sums[t] = sum;
 }
 
 uint64_t JOIN(outrider_read_, ISA)(const void* data, size_t num, int threads) {
-  ReadJob job{static_cast<const uint64_t*>(data), num, {}};
-  pool_run(threads, run_read, &job);
+  ReadJob job{static_cast<const uint64_t*>(data), num, std::vector<uint64_t>(threads)};
+  const PoolTurn turn;
+  pool_run(turn, threads, run_read, &job);
   uint64_t sum = 0;
   for (uint64_t one : job.sums) sum += one;
   return sum;
