@@ -54,12 +54,12 @@ def test_profile(native: bool, tmp_path: Path) -> None:
 
 
 def test_contexts_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no room to profile 64 tokens .* the KV pool holds 16"):
+    with pytest.raises(ConfigError, match=r"no room to profile 64 tokens .* the KV pool holds 16"):
         profiling.profile(loaded(native=True, num_slots=16), "int8")
     model = loaded(native=False, num_slots=100)
-    assert profiling.longest_context(model.model, (1, 8)) == 92
-    with pytest.raises(ConfigError, match="93 tokens and 8 more do not fit; expected at most 92"):
-        profiling.profile(model, "int8", sizes=(1, 8), contexts=(4, 93), repeats=1)
+    assert profiling.longest_context(model.model, (1, 8)) == 56
+    with pytest.raises(ConfigError, match="57 tokens and 8 more do not fit; expected at most 56"):
+        profiling.profile(model, "int8", sizes=(1, 8), contexts=(4, 57), repeats=1)
 
 
 def test_profiles_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

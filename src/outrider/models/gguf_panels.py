@@ -75,7 +75,7 @@ def _q4_0(blocks: torch.Tensor) -> dict[str, torch.Tensor]:
     offsets = (half(blocks, 0) * -8.0).half()
     if (offsets.isinf() & half(blocks, 0).isfinite()).any():
         raise ConfigError(
-            "a Q4_0 tensor of this file has a scale above 8188, which int4 kernels cannot hold; use "
+            "a Q4_0 tensor of this file has a scale above 8188, which int4 cannot hold here; use "
             "dtype int8 or bfloat16"
         )
     return {"q": nibbles(blocks[:, 2:]), "scales": _float16(blocks, 0), "offsets": offsets}
