@@ -106,7 +106,8 @@ def print_profile(console: Console, result: Profile) -> None:
             f"{result.read_rate / 1e9:.1f} GB/s; a plain read reaches "
             f"{result.bandwidth / 1e9:.1f} GB/s, the limit is {1e3 * result.limit:.2f} ms a token"
         )
-    if result.parts.get("rest", 0.0) < 0 or result.largest_speedup > result.largest_speedup_at:
+    negative = result.parts.get("rest", 0.0) < -0.1 * result.parts["whole"]
+    if negative or result.largest_speedup > result.largest_speedup_at:
         console.print("the times do not fit together: something else ran meanwhile; measure again")
     console.print(
         f"speculation could gain at most {result.largest_speedup:.2f}, with "
