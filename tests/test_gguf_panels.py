@@ -11,6 +11,7 @@ import torch
 from gguf import GGMLQuantizationType as Ggml
 
 from gguf_writer import make_hf, write_gguf
+from outrider.errors import ConfigError
 from outrider.kernels.formats import alternate, join, quantise, unpack, values_of
 from outrider.models.dequant import dequantize
 from outrider.models.gguf_panels import _panels
@@ -50,6 +51,13 @@ def test_columns_are_filled_up(kind: Ggml) -> None:
     assert values.shape == (32, 128)
     assert torch.equal(values[:, :96], dequantize(blocks.numpy(), kind, torch.float32))
     assert not values[:, 96:].any()
+
+
+def test_a_scale_that_no_offset_holds_is_refused() -> None:
+    blocks = blocks_of(Ggml.Q4_0, 32, 32)
+    blocks[5, :2] = torch.tensor([-9000.0]).half().view(torch.uint8)
+    with pytest.raises(ConfigError, match="a scale above 8188"):
+        _panels(blocks, Ggml.Q4_0)
 
 
 def test_linears_of_several_kinds() -> None:
